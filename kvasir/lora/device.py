@@ -8,16 +8,17 @@ has it, so that steps and loads never wait for each other.
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import nn
 
@@ -47,6 +48,7 @@ from kvasir.models.transformer import Transformer
 from kvasir.sampling.features import ForwardUse, RowFeature
 
 NO_SLOT = -1
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Tensors = Mapping[str, torch.Tensor]  # of an adapter's file, by name
 
 
@@ -133,6 +135,9 @@ class LinearImage:
     uses: torch.Tensor
 
 
+IMAGE = ("shrink", "expand", "gain", "shift", "uses")  # its fields, and those of a layer's slots
+
+
 @dataclass(slots=True)
 class HostAdapter:
     """This rank's share of an adapter."""
@@ -151,6 +156,20 @@ class HostAdapter:
         return bool(self.whole or self.vocabulary or self.experts)
 
 
+def tensors_of(content: bytearray) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file that has been checked; they lie in its content. The library's own
+    function copies them and holds Python's lock meanwhile, so that no step could be launched."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        values = torch.frombuffer(content, dtype=dtype, count=prod(shape), offset=start + entry["data_offsets"][0])
+        found[name] = values.view(shape)
+    return found
+
+
 class AdapterReader:
     """Reads adapters for one model."""
 
@@ -161,7 +180,7 @@ class AdapterReader:
 
     def read(self, resource: Resource) -> HostAdapter:
         plan = AdapterPlan.from_text(resource.source)
-        tensors = safetensors.torch.load(read_weights(plan, resource.digest))
+        tensors = tensors_of(read_weights(plan, resource.digest))
         if plan.prompt_type:
             return self._prompt(plan, tensors)
         adapter = HostAdapter()
@@ -178,10 +197,6 @@ class AdapterReader:
             else:
                 adapter.vocabulary[module.owner] = self._vocabulary(module, factors, tensors)
         adapter.experts = pieces.changes(self.dtype)
-        for image in adapter.linears.values():
-            if torch.cuda.is_available():
-                for each in ("shrink", "expand", "gain", "shift", "uses"):
-                    setattr(image, each, getattr(image, each).pin_memory())
         return adapter
 
     # ------------------------------------------------------------ linear layers
@@ -235,9 +250,10 @@ class AdapterReader:
     def _image(self, layer: Linear) -> LinearImage:
         slots = layer.slots
         assert slots is not None, "linear layers have slots"
-        parts = (slots.shrink, slots.expand, slots.gain, slots.shift, slots.uses)
-        shrink, expand, gain, shift, uses = (torch.zeros(each.shape[1:], dtype=each.dtype) for each in parts)
-        return LinearImage(shrink, expand, gain.fill_(1.0), shift, uses)
+        parts = (getattr(slots, name) for name in IMAGE)
+        image = LinearImage(*(torch.zeros(each.shape[1:], dtype=each.dtype) for each in parts))
+        image.gain.fill_(1.0)
+        return image
 
     def _parts(self, module: Module, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Cut a tensor with one line for each output into the parts of the model's layers."""
@@ -334,6 +350,39 @@ class AdapterReader:
 # ---------------------------------------------------------------- loading
 
 
+class Staging:
+    """Pinned memory through which images of linear layers go to the device. To pin each image's own memory would keep
+    other threads from launching."""
+
+    def __init__(self, size: int) -> None:
+        self._halves = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._sent: list[Any] = [None, None]
+        self._turn = 0
+
+    def send(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy each second tensor, which is on the host, to the first. Waits while both halves are on their way."""
+        half, self._turn, at = self._turn, 1 - self._turn, 0
+        if self._sent[half] is not None:
+            _await(self._sent[half])
+        for target, source in pairs:
+            part = self._halves[half][at : at + source.nbytes].view(source.dtype).view(source.shape)
+            part.copy_(source)
+            target.copy_(part, non_blocking=True)
+            at += _aligned(source.nbytes)
+        self._sent[half] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._sent[half].record()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def _await(event: Any) -> None:
+    """`synchronize` would keep other threads from launching."""
+    while not event.query():
+        time.sleep(0.0005)
+
+
 class AdapterStore:
     """The adapters in host memory and in the slots of the device."""
 
@@ -346,6 +395,7 @@ class AdapterStore:
         self._done: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._staging = Staging(self._largest_image()) if device.type == "cuda" else None
 
     def load(self, slot: int, resource: Resource) -> None:
         """Begin to bring an adapter to a slot that no row of a later step has until the load is reported."""
@@ -402,8 +452,7 @@ class AdapterStore:
             self._install(slot, adapter)
             done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        while not done.query():  # `synchronize` would keep other threads from launching
-            time.sleep(0.0005)
+        _await(done)
 
     def _install(self, slot: int, adapter: HostAdapter) -> None:
         model = self.reader.model
@@ -431,6 +480,15 @@ class AdapterStore:
             values=[each.to(self.device) for each in adapter.values],
         )
 
+    def _largest_image(self) -> int:
+        linears = [module for module in self.reader.model.modules() if isinstance(module, Linear)]
+        sizes = [
+            sum(_aligned(getattr(layer.slots, name)[0].nbytes) for name in IMAGE)
+            for layer in linears
+            if layer.slots is not None
+        ]
+        return max(sizes, default=0)
+
     def _install_linear(self, layer: Linear, slot: int, adapter: HostAdapter) -> None:
         slots = layer.slots
         assert slots is not None, "linear layers have slots"
@@ -439,8 +497,12 @@ class AdapterStore:
         if image is None:
             slots.uses[slot].zero_()  # the rest is not read then
             return
-        for name in ("shrink", "expand", "gain", "shift", "uses"):
-            getattr(slots, name)[slot].copy_(getattr(image, name), non_blocking=True)
+        pairs = [(getattr(slots, name)[slot], getattr(image, name)) for name in IMAGE]
+        if self._staging is not None:
+            self._staging.send(pairs)
+        else:
+            for target, source in pairs:
+                target.copy_(source)
         if layer in adapter.whole:
             slots.whole[slot] = [
                 WholeMatrix(slot, each.outputs, each.weight.to(self.device), self._here(each.bias))

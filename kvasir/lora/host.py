@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import struct
 from collections import OrderedDict
@@ -210,11 +211,13 @@ def read_adapter(name: str, directory: Path, path: str, targets: AdapterTargets,
     return Adapter(name, path, digest.value, plan, reader.config.get("base_model_name_or_path"))
 
 
-def read_weights(plan: AdapterPlan, digest: bytes) -> bytes:
+def read_weights(plan: AdapterPlan, digest: bytes) -> bytearray:
     """Read the adapter's file, if it still has the digest. It is read whole: mapped tensors would change, or end the
     process, when the file is overwritten."""
     directory = Path(plan.directory)
-    content = (directory / WEIGHTS).read_bytes()
+    with (directory / WEIGHTS).open("rb") as opened:
+        content = bytearray(os.fstat(opened.fileno()).st_size)
+        del content[opened.readinto(content) :]
     found = _Digest(_read_config(directory.name, directory / CONFIG), plan.task)
     found.add(content)
     if found.value != digest:

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kvasir import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, kernels
+from kvasir.lora.device import tensors_of
 from kvasir.models import loader, native
 from kvasir.quantization.coded import int8
 from kvasir.quantization.coded_linear import CodedMethods, Quantizer
@@ -385,3 +387,12 @@ def test_two_hundred_adapters_through_four_slots(model: Any, tmp_path: Path) -> 
     for number, name in enumerate(names):
         if str(number) not in aborted:
             check(merged.get(name, model), texts[str(number)])
+
+
+def test_tensors_lie_in_the_content_of_their_file(tmp_path: Path) -> None:
+    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    wanted = {f"{kind}.{size}": torch.randn(size, 3).to(kind) for kind in kinds for size in (1, 5)}
+    save_file(wanted, tmp_path / "adapter.safetensors", {"format": "pt"})
+    found = tensors_of(bytearray((tmp_path / "adapter.safetensors").read_bytes()))
+    assert found.keys() == wanted.keys()
+    assert all(found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]) for name in wanted)
