@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
 
 from kvasir.engine.grammar_lexers import GrammarLexers, Lexer
-from kvasir.engine.guides import TokenGuide
+from kvasir.engine.guides import GuideKind, TokenGuide
 from kvasir.errors import RequestError
 from kvasir.log import get_logger
 from kvasir.messages import LEFT_GRAMMAR, Int32Array
@@ -31,7 +32,8 @@ _COMPILER_THREADS = 2
 _TRIED = 64  # forced tokens at the beginning that are tried when a grammar is compiled
 _STACK_BYTES = 512 << 20  # of the thread that compiles; only what it touches takes memory
 _MAX_MASK_THREADS = 16
-_FEW = 2  # so many masks are computed without the threads
+_FEW = 2  # so many masks are computed without the threads ...
+_FEW_TOKENS = 8  # ... and so many tokens taken in: that is a matter of microseconds
 
 
 def parser_limits() -> LLParserLimits:
@@ -142,12 +144,20 @@ class CompiledGrammars:
             return made
 
 
-class GrammarGuides:
-    """The kind of guides that follow grammars. An argument is what `guide_argument` makes."""
+class GrammarGuides(GuideKind):
+    """The kind of guides that follow grammars. An argument is what `guide_argument` makes.
+
+    With several threads, masks are computed as soon as tokens are taken in. That also finds out what is forced, so
+    looking for jumps is quick then; on one thread it is quicker to jump first. Masks lie in one block of memory, which
+    is used again for every step.
+    """
 
     def __init__(self, tokenizer: Callable[[], LLTokenizer], vocab_size: int, num_threads: int = 1) -> None:
         self.compiled = CompiledGrammars(tokenizer)
-        self._words = -(-vocab_size // 32)
+        self._words = -(-vocab_size // 32)  # of a mask for the model; the tokenizer's may be longer
+        self._masks = np.empty((0, 0), np.int32)
+        self._owners: list[GrammarGuide] = []  # of the masks of this step
+        self._num_answered = 0  # of these masks: given as answers
         self._num_threads = min(num_threads, _MAX_MASK_THREADS)
         self._lexers: OrderedDict[str, GrammarLexers] = OrderedDict()
         self._compilers = ThreadPoolExecutor(_COMPILER_THREADS, "compile-grammar-again")
@@ -188,18 +198,80 @@ class GrammarGuides:
         self._lexers[grammar] = found
         return found
 
-    def answers(self, guides: Sequence[GrammarGuide]) -> Int32Array:
-        width = -(-self.compiled.tokenizer.vocab_size // 32)
-        masks = np.empty((len(guides), width), np.int32)
-        matchers = [(guide.matcher, line) for line, guide in enumerate(guides)]
+    def accept(self, guides: Sequence[GrammarGuide], tokens: Sequence[list[int]]) -> None:
+        together: list[tuple[GrammarGuide, int]] = []
+        others: list[tuple[GrammarGuide, list[int]]] = []
+        for guide, new in zip(guides, tokens, strict=True):
+            if guide.holds and len(new) == 1:
+                together.append((guide, new[0]))
+            else:
+                others.append((guide, new))
+        if self._num_threads < 2 or len(together) <= _FEW_TOKENS or not self._accept_together(together):
+            super().accept(guides, tokens)
+        else:
+            super().accept([guide for guide, _ in others], [new for _, new in others])
+
+    def _accept_together(self, one: Sequence[tuple[GrammarGuide, int]]) -> bool:
+        """Let the threads take in a token of each guide. Returns False if none was taken in."""
+        for guide, _ in one:
+            guide.leave_shared_lexer()
+        try:
+            taken = self._executor.consume_token_par([(guide.matcher, token) for guide, token in one])
+        except Exception:  # they are checked before the first takes its token in
+            return False
+        for (guide, token), is_taken in zip(one, taken, strict=True):
+            guide.took_in(token, is_taken)
+        return True
+
+    def ready(self, guides: Sequence[GrammarGuide]) -> None:
+        self.used_up()
+        if self._num_threads > 1:
+            self._add_masks(guides)
+
+    def answers(self, guides: Sequence[GrammarGuide]) -> tuple[Int32Array, NDArray[np.intp]]:
+        self._add_masks([guide for guide in guides if guide.mask_line is None])
+        lines = np.array([guide.mask_line for guide in guides], np.intp)
+        begin, end = self._num_answered, self._num_answered + len(guides)
+        beyond = lines >= end
+        if beyond.any():  # masks of guides that have jumped or ended make room
+            is_asked = np.zeros(len(self._owners), np.bool_)
+            is_asked[lines] = True
+            free = np.flatnonzero(~is_asked[begin:end]) + begin
+            self._masks[free] = self._masks[lines[beyond]]
+            lines[beyond] = free
+            for line in free.tolist():
+                self._owners[line].mask_line = None
+        for guide, line in zip(guides, lines.tolist(), strict=True):
+            self._owners[line], guide.mask_line = guide, line
+        self._num_answered = end
+        return self._masks[begin:end, : self._words], lines - begin
+
+    def used_up(self) -> None:
+        for guide in self._owners:
+            guide.mask_line = None
+        self._owners.clear()
+        self._num_answered = 0
+
+    def _add_masks(self, guides: Sequence[GrammarGuide]) -> None:
+        """Compute the masks of guides that have none."""
+        if not guides:
+            return
+        begin, end = len(self._owners), len(self._owners) + len(guides)
+        if end > len(self._masks):
+            more = np.empty((2 * end, -(-self.compiled.tokenizer.vocab_size // 32)), np.int32)
+            more[:begin] = self._masks[:begin] if begin else 0
+            self._masks = more
+        matchers = [(guide.matcher, line) for line, guide in enumerate(guides, begin)]
+        start, size = self._masks.ctypes.data, self._masks.strides[0]
         if len(matchers) <= _FEW or self._num_threads < 2:
             for matcher, line in matchers:
-                matcher.unsafe_compute_mask_ptr(masks[line].ctypes.data, 4 * width)
+                matcher.unsafe_compute_mask_ptr(start + line * size, size)
         else:
-            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, 4 * width, len(guides))
-        for guide in guides:
+            self._executor.unsafe_compute_mask_ptr(matchers, start, size, end)
+        for line, guide in enumerate(guides, begin):
+            guide.mask_line = line
             guide.check()
-        return masks[:, : self._words]
+        self._owners += guides
 
 
 def guide_argument(
@@ -247,6 +319,7 @@ class GrammarGuide(TokenGuide):
     _lexers: GrammarLexers | None = None  # where its lexer comes from
     _lexer: Lexer | None = None  # of the matcher, while it holds
     _taken_in: list[int] | None = None  # the matcher's tokens while it shares its lexer with older guides
+    mask_line: int | None = None  # where its next mask is, if that has been computed
 
     def __init__(
         self, whole: GrammarLexers | None, gate: int | None, tags: Mapping[int, GrammarLexers], jumps: bool = True
@@ -254,7 +327,7 @@ class GrammarGuide(TokenGuide):
         self._whole = whole
         self._gate = gate
         self._tags = tags
-        self._jumps = jumps
+        self.may_jump = jumps
         self.matcher: Any = None  # the LLMatcher while it holds
         self.holds = False
         if gate is None and whole is not None:
@@ -263,9 +336,8 @@ class GrammarGuide(TokenGuide):
     def accept(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
             if self.holds:
-                if self._taken_in is not None:
-                    self._leave_shared()
-                self._consume(token)
+                self.leave_shared_lexer()
+                self.took_in(token, self.matcher.consume_token(token))
             elif self._gate is not None:
                 if token == self._gate:
                     self._gate = None
@@ -276,11 +348,14 @@ class GrammarGuide(TokenGuide):
             if self.error is not None or self.is_complete:
                 return
 
-    def _consume(self, token: int) -> None:
-        self.matcher.consume_token(token)
-        self._note((token,))
-        self.check()
-        if self.matcher.is_stopped() and self.error is None:
+    def took_in(self, token: int, is_taken: bool) -> None:
+        """Follow the matcher, which has taken in a token, or has failed to."""
+        self.mask_line = None
+        if self._taken_in is not None:
+            self._taken_in.append(token)
+        if not is_taken:
+            self.check()
+        elif self.matcher.is_stopped():
             self._complete()
 
     def _begin(self, lexers: GrammarLexers) -> None:
@@ -289,13 +364,10 @@ class GrammarGuide(TokenGuide):
         self._taken_in = [] if lexer.users > 1 else None
         self.matcher, self.holds = lexer.matcher.deep_copy(), True
 
-    def _note(self, tokens: Sequence[int]) -> None:
-        if self._taken_in is not None:
-            self._taken_in += tokens
-
-    def _leave_shared(self) -> None:
-        """Go on with a lexer of its own, if there is one by now."""
-        assert self._lexers is not None and self._lexer is not None and self._taken_in is not None, "it shares a lexer"
+    def leave_shared_lexer(self) -> None:
+        """Go on with a lexer of its own, if it has none and there is one by now."""
+        if self._taken_in is None or self._lexers is None or self._lexer is None:
+            return
         own = self._lexers.exchange(self._lexer)
         if own is self._lexer:
             return
@@ -312,7 +384,7 @@ class GrammarGuide(TokenGuide):
     def _release(self) -> None:
         if self._lexers is not None and self._lexer is not None:
             self._lexers.give_back(self._lexer)
-        self._lexers = self._lexer = self._taken_in = self.matcher = None
+        self._lexers = self._lexer = self._taken_in = self.matcher = self.mask_line = None
         self.holds = False
 
     def __del__(self) -> None:
@@ -333,7 +405,7 @@ class GrammarGuide(TokenGuide):
         self.error = f"{LEFT_GRAMMAR}: {why}"
 
     def jump(self, least: int, most: int, stops: Collection[int], completes: bool = True) -> list[int]:
-        if not (self._jumps and self.holds and most >= least):
+        if not (self.may_jump and self.holds and most >= least):
             return []
         tokens: list[int] = self.matcher.compute_ff_tokens()[:most]
         for place, token in enumerate(tokens):
@@ -342,6 +414,7 @@ class GrammarGuide(TokenGuide):
                 break
         if len(tokens) < least:
             return []
+        self.mask_line = None
         if self.matcher.try_consume_tokens(tokens) < len(tokens):  # forced tokens are allowed: a limit was reached
             self._fail()
             return []
@@ -351,5 +424,6 @@ class GrammarGuide(TokenGuide):
                 return tokens
             self.matcher.rollback(1)
             tokens = tokens[:-1]
-        self._note(tokens)
+        if self._taken_in is not None:
+            self._taken_in += tokens
         return tokens

@@ -20,9 +20,10 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvasir.errors import RequestError
 from kvasir.log import get_logger
@@ -45,6 +46,7 @@ class TokenGuide:
     is_complete = False  # the output is complete: the request ends without another token
     error: str | None = None  # why the request cannot go on
     is_lenient = False  # something that was asked for is not enforced
+    may_jump = True  # whether `jump` may return tokens
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Take in output tokens."""
@@ -59,17 +61,39 @@ class TokenGuide:
         return None
 
 
-class GuideKind(Protocol):
-    """Makes guides of one kind, and asks many of them at once."""
+class GuideKind:
+    """Makes guides of one kind, and asks many of them at once.
+
+    In each step, the guides of rows that have new tokens `accept` them and get `ready`; then the guides of the next
+    step's rows, mostly the same, give their `answers`, perhaps in several calls; then those answers are used up.
+    """
 
     def prepare(self, argument: Any) -> Future[Any] | None:
         """Begin the slow part of `make`, such as compiling; None if there is none. An error of the future refuses the
         request."""
+        return None
 
-    def make(self, argument: Any) -> TokenGuide: ...
+    def make(self, argument: Any) -> TokenGuide:
+        raise NotImplementedError
 
-    def answers(self, guides: Sequence[Any]) -> Int32Array | list[Answer]:
-        """Return the tokens that may come next for each guide, as one array if all are masks."""
+    def accept(self, guides: Sequence[Any], tokens: Sequence[list[int]]) -> None:
+        """Show each guide its new tokens. A guide that fails gets an error, and the others go on."""
+        for guide, new in zip(guides, tokens, strict=True):
+            try:
+                guide.accept(new)
+            except Exception as error:
+                guide.error = fault(error)
+
+    def ready(self, guides: Sequence[Any]) -> None:
+        """Work out what may come next for guides that hold, if that is done better for all of them at once, and before
+        they are asked to jump."""
+
+    def answers(self, guides: Sequence[Any]) -> tuple[Int32Array, NDArray[np.intp]] | list[Answer]:
+        """Return what may come next for each guide. If all are masks: these in any order, and which is each guide's."""
+        return [guide.next_token() for guide in guides]
+
+    def used_up(self) -> None:
+        """The answers have been used. Their memory may hold others."""
 
 
 @dataclass(slots=True)
@@ -80,7 +104,7 @@ class GuideStats:
     guided_passes: int = 0  # times that such a request ran in a step that computed its next token
     jumps: int = 0
     jumped_tokens: int = 0
-    mask_seconds: float = 0.0  # in which sampling waited for guides
+    mask_seconds: float = 0.0  # of steps that went to guides
     guided_steps: int = 0  # steps whose sampling waited for guides
     lenient_guides: int = 0  # guides that do not enforce everything that was asked for
 
@@ -111,54 +135,77 @@ class Guides:
 
         Returns by line the tokens that are new for the client, if they are others than `tokens`, and why lines fail;
         and rows that must be described to the worker again. Ends are written to `reasons`."""
+        start = time.perf_counter()
+        lines = np.flatnonzero(r.guided[rows] & (counts > 0))
+        if not len(lines):
+            return {}, {}, []
+        guided = [_Followed(r, line, row) for line, row in zip(lines.tolist(), rows[lines].tolist(), strict=True)]
+        for each, new, number in zip(guided, tokens[lines].tolist(), counts[lines].tolist(), strict=True):
+            each.new = new if number == len(new) else new[:number]
+        going = reasons[lines] == FinishReason.NONE
+        self._accept(guided, going.tolist())
+        in_flight = (r.num_computed[rows[lines]] >= r.num_known[rows[lines]]).tolist()
         shown: dict[int, list[int]] = {}
         failed: dict[int, str] = {}
         changed: list[int] = []
-        for i in np.flatnonzero(r.guided[rows] & (counts > 0)).tolist():
-            row, request = int(rows[i]), r.requests[int(rows[i])]
-            assert request is not None and request.guide is not None, f"row {row} has no guide"
-            guide, new = request.guide, tokens[i, : counts[i]].tolist()
+        for each, goes_on, computed in zip(guided, going.tolist(), in_flight, strict=True):
+            guide, request = each.guide, each.request
             more: list[int] = []
-            if guide.error is None:
-                goes_on = reasons[i] == FinishReason.NONE
-                try:
-                    guide.accept(new)  # also a last token: where other rules forbid all that is allowed, it may be any
-                    if guide.error is None and guide.holds and goes_on:
-                        more = self._continue(r, row, request, guide, waits, changed)
-                except Exception as error:  # a fault in one guide must not end the other requests
-                    guide.error = _fault(error)
-                if guide.is_complete:
-                    reasons[i] = FinishReason.STOP
-                elif goes_on and r.num_known[row] >= r.limit[row]:
-                    reasons[i] = FinishReason.LENGTH
+            if goes_on and guide.holds and guide.error is None:
+                more = self._continue(r, each, computed, waits, changed)
             if guide.error is not None:
-                reasons[i] = FinishReason.NONE
-                failed[i] = guide.error
-            r.restricted[row] = guide.holds
-            if request.unsent or more:
-                shown[i] = [*request.unsent, *new, *more]
+                reasons[each.line] = FinishReason.NONE
+                failed[each.line] = guide.error
+            elif guide.is_complete:
+                reasons[each.line] = FinishReason.STOP
+            elif more and r.num_known[each.row] >= r.limit[each.row]:
+                reasons[each.line] = FinishReason.LENGTH
+            if more or request.unsent:
+                shown[each.line] = [*request.unsent, *each.new, *more]
                 request.unsent = []
-            self.stats.guided_tokens += len(shown.get(i, new))
+            self.stats.guided_tokens += len(shown.get(each.line, each.new))
+        r.restricted[rows[lines]] = [each.guide.holds for each in guided]
+        self.stats.mask_seconds += time.perf_counter() - start
         return shown, failed, changed
 
-    def _continue(
-        self, r: Rows, row: int, request: Request, guide: TokenGuide, waits: bool, changed: list[int]
-    ) -> list[int]:
+    def _accept(self, guided: list[_Followed], going: list[bool]) -> None:
+        """Show the guides their tokens, all of a kind together, and let those get ready that go on."""
+        kinds: dict[str, list[int]] = {}
+        for number, each in enumerate(guided):
+            if each.guide.error is None:
+                kinds.setdefault(each.kind, []).append(number)
+        for name, numbers in kinds.items():
+            kind = self.kinds[name]
+            # Also a last token: where other rules forbid all that is allowed, it may be any.
+            kind.accept([guided[n].guide for n in numbers], [guided[n].new for n in numbers])
+            hold = [guide for n in numbers if going[n] and (guide := guided[n].guide).holds and guide.error is None]
+            try:
+                kind.ready(hold)
+            except Exception:
+                logger.exception("Guides failed together and will be asked one by one")
+
+    def _continue(self, r: Rows, each: _Followed, in_flight: bool, waits: bool, changed: list[int]) -> list[int]:
         """Append the tokens that must follow. Each saves a forward pass. If the step in flight computes the last token
         already, its sample is lost, and then a single token is not worth it."""
-        known, sampling = int(r.num_known[row]), request.spec.sampling
-        in_flight = bool(r.num_computed[row] >= known)
+        sampling = each.request.spec.sampling
         least = 2 if in_flight and waits else 1
-        more = guide.jump(least, int(r.limit[row]) - known, sampling.stop_token_ids)
+        more: list[int] = []
+        if each.guide.may_jump:
+            most = int(r.limit[each.row]) - int(r.num_known[each.row])
+            try:
+                more = each.guide.jump(least, most, sampling.stop_token_ids)
+            except Exception as error:  # a fault in one guide must not end the other requests
+                each.guide.error = fault(error)
         if more:
-            r.append_from_host(row, more)
+            r.append_from_host(each.row, more)
             self.stats.jumps += 1
             self.stats.jumped_tokens += len(more)
             if sampling.extras is not None:  # the worker has a history of tokens
-                changed.append(row)
-        elif in_flight and not waits:  # the guide begins to hold here, and the next token was sampled without it
-            r.compute_last_token_again(row)
-            changed.append(row)
+                changed.append(each.row)
+        elif in_flight and not waits and each.guide.error is None:
+            # The guide begins to hold here, and the next token was sampled without it.
+            r.compute_last_token_again(each.row)
+            changed.append(each.row)
         return more
 
     def sample_inputs(self, guided: Iterable[tuple[int, Request]], dropped: list[int]) -> SampleInputs:
@@ -175,9 +222,11 @@ class Guides:
         forced: list[tuple[int, int]] = []
         for name, asked in lines.items():
             said = self._answers(self.kinds[name], [guide for _, guide in asked])
-            if isinstance(said, np.ndarray):
-                masked += [line for line, _ in asked]
-                masks.append(said)
+            if isinstance(said, tuple):
+                own = np.empty(len(asked), np.int32)
+                own[said[1]] = [line for line, _ in asked]
+                masked += own.tolist()
+                masks.append(said[0])
                 continue
             for (line, _), answer in zip(asked, said, strict=True):
                 if isinstance(answer, np.ndarray):
@@ -193,11 +242,13 @@ class Guides:
             forced_tokens=forced_tokens,
             dropped_lines=np.array(dropped, np.int32),
         )
+        for kind in self.kinds.values():
+            kind.used_up()
         self.stats.guided_steps += 1
         self.stats.mask_seconds += time.perf_counter() - start
         return inputs
 
-    def _answers(self, kind: GuideKind, guides: list[TokenGuide]) -> Int32Array | list[Answer]:
+    def _answers(self, kind: GuideKind, guides: list[TokenGuide]) -> tuple[Int32Array, NDArray[np.intp]] | list[Answer]:
         """Ask all guides for the tokens that may come next. A guide that fails gives no answer and ends its own request
         alone."""
         try:
@@ -207,14 +258,34 @@ class Guides:
         said: list[Answer] = []
         for guide in guides:
             try:
-                said.append(kind.answers([guide])[0])
+                said += in_order(kind.answers([guide]))
             except Exception as error:
-                guide.error = _fault(error)
+                guide.error = fault(error)
                 said.append(None)
         return said
 
 
-def _fault(error: Exception) -> str:
+class _Followed:
+    """A row that has new tokens, and its guide."""
+
+    __slots__ = ("guide", "kind", "line", "new", "request", "row")
+
+    def __init__(self, r: Rows, line: int, row: int) -> None:
+        request = r.requests[row]
+        assert request is not None and request.guide is not None and request.spec.guide is not None, f"row {row}"
+        self.line, self.row = line, row
+        self.request: Request = request
+        self.guide: TokenGuide = request.guide
+        self.kind: str = request.spec.guide[0]
+        self.new: list[int] = []
+
+
+def in_order(said: tuple[Int32Array, NDArray[np.intp]] | list[Answer]) -> list[Answer]:
+    """Answers in the order of the guides that gave them."""
+    return said if isinstance(said, list) else [said[0][place] for place in said[1].tolist()]
+
+
+def fault(error: Exception) -> str:
     logger.error("A guide failed", exc_info=error)
     return f"the rule for its next tokens failed: {type(error).__name__}: {str(error)[:200]}"
 
@@ -296,7 +367,7 @@ def without_jumps(guide: tuple[str, Any]) -> tuple[str, Any]:
     return name, {**argument, "jumps": False, **nested}
 
 
-class BudgetGuides:
+class BudgetGuides(GuideKind):
     """The kind of guides that limit reasoning. `guides` has the kinds that may be inside."""
 
     def __init__(self, guides: Guides) -> None:
@@ -321,7 +392,7 @@ class BudgetGuides:
                 asked.setdefault(guide.inner_kind, []).append(line)
         for name, lines in asked.items():
             said = self._guides.kind(name).answers([guides[line].inner for line in lines])
-            for line, answer in zip(lines, said, strict=True):
+            for line, answer in zip(lines, in_order(said), strict=True):
                 found[line] = answer
         return found
 

@@ -82,7 +82,7 @@ class EngineStats:
     lenient_guides: int = 0  # their guides that do not enforce everything that was asked for
     jumps: int = 0  # times that tokens which had to follow were appended without being sampled
     jumped_tokens: int = 0
-    mask_seconds: float = 0.0  # in which sampling waited for guides
+    mask_seconds: float = 0.0  # of steps that went to guides
     # number of last tokens that every layer attends to; None: some attend to all
     sliding_window: int | None = field(default=None, metadata=ALIKE)
     # speculative decoding

@@ -180,7 +180,7 @@ HELP = {
     "guided_lenient": "Requests whose JSON schema has keywords that were skipped, because they cannot be enforced.",
     "guided_jumps": "Times that forced tokens were appended without a pass for each.",
     "guided_tokens_jumped": "Tokens appended so.",
-    "guided_mask_seconds": "Seconds in which steps waited for masks to be computed.",
+    "guided_mask_seconds": "Seconds that steps spent on grammars: taking tokens in, jumps and masks.",
     "spec_decode_num_drafts": "Times that a request verified drafts in a step.",
     "spec_decode_num_draft_tokens": "Drafted tokens that were verified.",
     "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",

@@ -16,7 +16,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from kvasir.engine.core import EngineCore
-from kvasir.engine.guides import Answer, TokenGuide
+from kvasir.engine.guides import Answer, GuideKind, TokenGuide
 from kvasir.errors import RequestError
 from kvasir.executor.fake import EchoExecutor, FakeFuture, echo_next
 from kvasir.messages import FinishReason, SampleInputs, StepPlan, StepResult
@@ -209,20 +209,14 @@ def guided_text(prompt: list[int], count: int) -> list[int]:
     return text[len(prompt) :]
 
 
-class Evens:
+class Evens(GuideKind):
     """The kind of guides named "even"."""
 
     def __init__(self) -> None:
         self.seen: dict[int, list[int]] = {}  # the tokens that each guide has seen, by its argument
 
-    def prepare(self, argument: int) -> None:
-        return None
-
     def make(self, argument: int) -> OnlyEven:
         return OnlyEven(self.seen.setdefault(argument, []))
-
-    def answers(self, guides: Sequence[OnlyEven]) -> list[Answer]:
-        return [guide.next_token() for guide in guides]
 
 
 def even_core(*args: Any, **settings: Any) -> tuple[EngineCore, dict[int, list[int]]]:

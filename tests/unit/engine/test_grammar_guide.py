@@ -176,6 +176,43 @@ def test_running_requests_do_not_share_a_lexer() -> None:
     assert lexers.num_idle == len(lexers) == 6, "as many as ran at a time"
 
 
+@pytest.mark.parametrize("jumps", [True, False])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_many_rows_are_asked_at_once(lookahead: int, jumps: bool) -> None:
+    core = make_core(lookahead, max_num_seqs=24)
+    grammars = [
+        grammar_of(json=PERSON),
+        grammar_of(regex="[a-f]{3,9}(, and so on){1,3}"),
+        grammar_of(choice=["a", "abc"]),
+    ]
+    prompts = {key: [key, 4, 7] for key in range(20)}
+    for key, prompt in prompts.items():
+        core.add(request(key, prompt, 30 + key, grammars[key % 3], jumps=jumps))
+    got = run(core)
+    assert got.tokens == {key: masked_text(prompt, grammars[key % 3], 30 + key) for key, prompt in prompts.items()}
+    assert bool(core.stats().jumps) == jumps
+
+
+def test_masks_are_answers_in_any_order_also_where_guides_have_left_between() -> None:
+    guides, grammar = small_guides(), grammar_of(regex="[a-c][0-9]{4}xyz|[d-f]{7}")
+    made = [guides.make(guide_argument(grammar)) for _ in range(6)]
+    tokens = [token_id(each) for each in "abcdef"]
+    guides.accept(made, [[token] for token in tokens])
+    guides.ready(made)
+    made[1].accept([token_id("1")])
+    asked = [made[5], made[0], made[1], made[4]]  # the third and the fourth have left
+    first, places = guides.answers(asked[:3])
+    second, place = guides.answers(asked[3:])
+    masks = [*first[places], *second[place]]
+    for guide, mask in zip(asked, masks, strict=True):
+        assert mask.tobytes() == guide.matcher.compute_bitmask()[: mask.nbytes]
+    assert len(first) == 3 and len(second) == 1
+    guides.used_up()
+    again, places = guides.answers(made)
+    for guide, mask in zip(made, again[places], strict=True):
+        assert mask.tobytes() == guide.matcher.compute_bitmask()[: mask.nbytes]
+
+
 def test_rows_without_a_guide_are_not_asked_and_not_changed() -> None:
     grammar = grammar_of(json=PERSON)
     core = make_core(1)
