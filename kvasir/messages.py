@@ -141,7 +141,7 @@ class EngineRequest:
     key: int
     prompt_token_ids: Int32Array
     max_tokens: int  # 0: it samples nothing and ends with the forward pass of its prompt
-    sampling: RowSampling = field(default_factory=RowSampling)
+    sampling: RowSampling = RowSampling()
     stream: bool = True  # send tokens as they are sampled; False: send all of them with Finished
     cache_salt: bytes = b""  # requests share cached prefixes only if their salts are equal
     needs_last_token: bool = False  # schedule it only when the host knows its last token
@@ -154,7 +154,7 @@ class EngineRequest:
     min_tokens: int = 1  # output tokens before which it cannot stop
     embeddings: FloatArray | None = None  # [tokens, hidden] of the prompt, whose ids then mean nothing
     resource: Resource | None = None  # it waits, alone, until this is on the device
-    terms: Terms = field(default_factory=Terms)
+    terms: Terms = Terms()
     forks: tuple[EngineRequest, ...] = ()  # requests with the same prompt, which share the KV blocks computed for it
     pooling: RowPooling | None = None  # set if max_tokens is 0
 

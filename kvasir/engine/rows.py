@@ -119,7 +119,7 @@ class Rows:
             self._free.append(row)
         self.epoch[rows] += 1
         self.version += 1
-        self.order = self.order[~np.isin(self.order, rows)]
+        self.order = self.order[np.bincount(rows, minlength=len(self.requests))[self.order] == 0]
 
     def known_tokens(self, row: int) -> Int32Array:
         return self.tokens[row, : self.num_known[row]]

@@ -392,12 +392,13 @@ class Scheduler:
             row = self._assign_row(request, cached)
             self.cache.open(row, prefix, request.chain, request.spec.cache_salt, len(tokens), request.swapped)
             request.swapped = None
-            own = np.array([row])
-            planned = self._with_lookahead(own, np.array([grant], np.int32))
-            ready = self.cache.prepare(own, np.array([cached], np.int32), planned)
-            assert ready, "blocks were counted as free and are not"
-            owed += missing - self.cache.num_groups * (int(self.cache.num_blocks[row]) - prefix.num_columns)
-            self._register_blocks(row, cached + grant)  # at once, so that the next request can hit them
+            if self.cache.num_groups:
+                own = np.array([row])
+                planned = self._with_lookahead(own, np.array([grant], np.int32))
+                ready = self.cache.prepare(own, np.array([cached], np.int32), planned)
+                assert ready, "blocks were counted as free and are not"
+                owed += missing - self.cache.num_groups * (int(self.cache.num_blocks[row]) - prefix.num_columns)
+                self._register_blocks(row, cached + grant)  # at once, so that the next request can hit them
             joined.append(row)
             grants.append(grant)
             budget -= grant
@@ -577,8 +578,8 @@ class Scheduler:
             counts = self._follow_guides(result, lines, rows, counts, reasons, failures)
         self.stats.generated_tokens += int(counts.sum())
         if r.any_without_sampling:
-            done = ~r.samples[rows] & ~np.isin(lines, list(result.failures or ()))
-            reasons[done] = FinishReason.STOP
+            done = ~r.samples[rows] & (~np.isin(lines, list(result.failures)) if result.failures else True)
+            reasons[done] = int(FinishReason.STOP)
         if self._no_token_yet:
             self._record_first_tokens()
         streamed = r.stream[rows].nonzero()[0]
@@ -625,8 +626,10 @@ class Scheduler:
         """Return the output of a step: tokens of `lines`, and all parts of `valid` lines, whose requests still hold
         their rows."""
         if result.parts:
-            named = np.unique(np.concatenate([part.index for part in result.parts.values()]))
-            others = np.setdiff1d(named[valid[named]], lines)
+            named = np.zeros(len(valid), np.bool_)
+            named[np.concatenate([part.index for part in result.parts.values()])] = True
+            named[lines] = False
+            others = (named & valid).nonzero()[0]
             lines, counts = np.concatenate([lines, others]), np.append(counts, np.zeros(len(others), np.int32))
         if self.rows.any_external:
             private = self.rows.key[step.rows[lines]] < 0

@@ -327,14 +327,15 @@ class LLM(MissingVllmMethods):
         next."""
         settings = self.llm_engine.config
         places: Sequence[int] = range(len(batch))
+        sizes = [num_tokens(each) for each in batch]
         if not settings.scheduler.async_scheduling:
             # Nothing overlaps. The shortest first: a CPU's attention computes texts of one length together.
-            places = sorted(places, key=[num_tokens(each) for each in batch].__getitem__)
+            places = sorted(places, key=sizes.__getitem__)
         taken = settings.scheduler.max_num_batched_tokens * settings.parallel.data_parallel_size
         waiting = 0
         for i in places:
             self._add(ids[i], batch[i], params[i], {}, f"prompt {i}: " if len(batch) > 1 else "")
-            waiting += num_tokens(batch[i])
+            waiting += sizes[i]
             if waiting >= taken:
                 yield
                 waiting -= taken

@@ -125,11 +125,13 @@ class PooledPromptReader(HiddenReader):
         """[prompts, hidden] float32 of the prompts that are complete; None: none is."""
         device, pooling = self.rows.device, self.rows.pooler.spec.pooling
         columns = [(p.first, p.count, p.row, p.start, p.is_last, p.first + p.count - 1) for p in self.pieces]
-        whole = all(piece.start == 0 and piece.is_last for piece in self.pieces)
         table = np.array(columns, np.int32).T
         if pooling == "last":
             ends = table[5][table[4] > 0]
             return hidden[upload([ends], device)[0].long()].float() if len(ends) else None
+        whole = not table[3].any() and bool(table[4].all())
+        if whole and pooling == "cls":
+            return hidden[upload([table[0]], device)[0].long()].float()
         first, count, row, start = (each.long() for each in upload(list(table[:4]), device))
         is_cls = pooling == "cls"
         found = hidden[first].float() if is_cls else self._reduce(hidden, table[0], table[1], count, pooling)

@@ -139,7 +139,7 @@ class StepGraphs:
     @torch.inference_mode()
     def precompile(self, model: Model) -> None:
         """Launch the kernels of every graph without capturing anything (see kernels.precompile). `model` launches all
-        kernel variants of the real one. Variants change at powers of two, so that other sizes add none."""
+        kernel variants of the real one. A decoder's change at powers of two, so that other sizes add none."""
         self.buffers.clear()
         for key in self.keys.forwards():
             if (

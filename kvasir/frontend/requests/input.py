@@ -247,8 +247,8 @@ def process_all(
     if isinstance(params, PoolingParams):
         if adapter is not None:
             raise RequestError("Adapters are for models that generate text; leave lora_request out.", "lora_request")
-        request, pooled = processor.pooling.process(request_id, prompt, params, next(keys), arrival_time)
-        return request if terms is None else replace(request, terms=terms), [pooled]
+        request, pooled = processor.pooling.process(request_id, prompt, params, next(keys), arrival_time, terms)
+        return request, [pooled]
     request, state = processor.process(request_id, prompt, params, next(keys), arrival_time, adapter)
     request = request if terms is None else replace(request, terms=terms)
     if params.use_beam_search:

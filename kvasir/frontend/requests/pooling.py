@@ -19,7 +19,7 @@ from kvasir.config.pooling import PoolerSpec
 from kvasir.errors import RequestError
 from kvasir.frontend.requests.prompts import PromptProcessor, PromptType, TokenizedPrompt, other_entries, text_of
 from kvasir.frontend.requests.state import Ending, RequestState
-from kvasir.messages import EngineRequest, Part, RowPooling
+from kvasir.messages import EngineRequest, Part, RowPooling, Terms
 from kvasir.outputs import (
     CompletionOutput,
     PoolingOutput,
@@ -210,7 +210,13 @@ class PoolingProcessor:
         return TokenizedPrompt(prompt.token_ids, prompt.array + shift, shown, prompt.salt)
 
     def process(
-        self, request_id: str, prompt: PromptType, params: PoolingParams, key: int, arrival_time: float
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: PoolingParams,
+        key: int,
+        arrival_time: float,
+        terms: Terms | None = None,
     ) -> tuple[EngineRequest, PooledState]:
         """The request for the core, and its state for OutputProcessor."""
         params.verify()
@@ -230,6 +236,7 @@ class PoolingProcessor:
             stream=False,
             cache_salt=tokenized.salt,
             reads_cache=not (pooler.needs_all_tokens or params.skip_reading_prefix_cache),
+            terms=terms or Terms(),
             pooling=RowPooling(pooler.task, len(tokenized.array), activate is not False),
         )
         state = PooledState(
@@ -282,6 +289,8 @@ class PoolingProcessor:
 
 def num_tokens(prompt: PromptType) -> int:
     """Number of tokens of a prompt that may not be checked yet; 0 if it is not tokenized."""
+    if type(prompt) is list:
+        return len(prompt)
     if isinstance(prompt, TokenizedPrompt):
         return len(prompt.token_ids)
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt

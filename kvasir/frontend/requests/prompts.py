@@ -177,8 +177,6 @@ class PromptProcessor:
         the others are removed."""
         if isinstance(prompt, TokenizedPrompt):
             return prompt
-        if type(prompt) is list:
-            return self._read_ids(prompt, None, b"", truncate, side)
         given: dict[str, Any]
         if isinstance(prompt, Mapping):
             given = {**prompt}
@@ -197,9 +195,6 @@ class PromptProcessor:
         if not isinstance(text, str | None):
             raise RequestError(f"A prompt's text must be a string, not {reprlib.repr(text)}.", "prompt")
         ids = given["prompt_token_ids"] if "prompt_token_ids" in given else self._encode(text, truncate, side)
-        return self._read_ids(ids, text, salt, truncate, side)
-
-    def _read_ids(self, ids: Any, text: str | None, salt: bytes, truncate: int | None, side: str) -> TokenizedPrompt:
         plain = _plain_ints(ids)
         array = self._check_vocabulary(plain)
         kept = self._fit(plain, truncate, side)

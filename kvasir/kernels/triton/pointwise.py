@@ -99,7 +99,8 @@ def layer_norm(
     residual: torch.Tensor | None = None,
     keep_sum: bool = False,
 ) -> torch.Tensor:
-    """See reference.layer_norm. x and residual must be contiguous. With `keep_sum` the sum takes residual's memory."""
+    """See reference.layer_norm. The residual must be contiguous. With `keep_sum` the sum takes its memory."""
+    x = x.contiguous()
     width, y = x.shape[-1], torch.empty_like(x)
     rows, block = x.numel() // width, next_power_of_2(width)
     if not rows:
