@@ -79,7 +79,7 @@ def test_layer_norm(width: int, has_bias: bool, dtype: torch.dtype) -> None:
 def test_encoder_attention(
     heads: int, kv_heads: int, dim: int, reach: int | None, biased: bool, softcap: float | None, dtype: torch.dtype
 ) -> None:
-    lengths = np.array([70, 1, 33, 8, 8], np.int32)
+    lengths = np.array([70, 1, 33, 8, 8, 64], np.int32)  # 64 fills its blocks
     qkv = randn(int(lengths.sum()), heads + 2 * kv_heads, dim, dtype=dtype)
     starts = torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32, device=DEVICE)
     bias = randn(heads, 2 * 70 - 1, dtype=dtype) if biased else None

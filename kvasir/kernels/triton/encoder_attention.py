@@ -12,7 +12,50 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from kvasir.kernels.triton.launch import cdiv, padded_dim
+from kvasir.kernels.triton.launch import await_previous, cdiv, early, padded_dim
+
+
+@triton.jit
+def _attend(
+    own, key, value, bias, places, block, length, best, total, sums, key_stride, value_stride, scale, softcap,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, REACH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_CAP: tl.constexpr, KEYS: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Take in a block of keys: the largest score of each query, the sum of its weights, and the weighted values.
+    IS_WHOLE: all keys of the block are the sequence's."""
+    others, dims = block + tl.arange(0, KEYS), tl.arange(0, PADDED_DIM)
+    is_key = others < length
+    key_at = key + others[:, None] * key_stride + dims[None, :]
+    value_at = value + others[:, None] * value_stride + dims[None, :]
+    if IS_WHOLE and HEAD_DIM == PADDED_DIM:
+        keys, values = tl.load(key_at), tl.load(value_at)
+    else:
+        kept = is_key[:, None] & (dims < HEAD_DIM)[None, :]
+        keys, values = tl.load(key_at, mask=kept, other=0.0), tl.load(value_at, mask=kept, other=0.0)
+    scores = tl.dot(own, tl.trans(keys), input_precision="ieee")
+    factor = scale * 1.4426950408889634  # e^x is 2^(1.44... * x)
+    if HAS_CAP or HAS_BIAS:
+        scores, factor = scores * scale, 1.4426950408889634
+    if HAS_CAP:
+        scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
+    distance = others[None, :] - places[:, None]
+    if HAS_BIAS:
+        seen = (places < length)[:, None] & is_key[None, :]
+        scores += tl.load(bias + distance, mask=seen, other=0.0).to(tl.float32)
+    visible = is_key[None, :]
+    if REACH >= 0:
+        visible = visible & (distance <= REACH) & (distance >= -REACH)
+    if REACH >= 0 or not IS_WHOLE:
+        scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(best, tl.max(scores, 1) * factor)
+    safe = higher
+    if REACH >= 0:  # a query may have seen no key yet
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores * factor - safe[:, None])
+    shrink = tl.exp2(best - safe)
+    total = total * shrink + tl.sum(weights, 1)
+    sums = sums * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return higher, total, sums
 
 
 @triton.jit
@@ -21,20 +64,25 @@ def _encoder_attention_kernel(
     query_stride, key_stride, value_stride, bias_stride, bias_middle, scale, softcap,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     REACH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
     tile, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_start + sequence)
     length = tl.load(query_start + sequence + 1) - start
     first = tile * QUERIES
     if first >= length:
         return
+    # The sequence's own part of each matrix. What is added to these pointers has 32 bits.
+    start = start.to(tl.int64)
+    query += start * query_stride + head * HEAD_DIM
+    key += start * key_stride + head // GROUP * HEAD_DIM
+    value += start * value_stride + head // GROUP * HEAD_DIM
+    out += (start * HEADS + head) * HEAD_DIM
+    bias += head * bias_stride + bias_middle
     places, dims = first + tl.arange(0, QUERIES), tl.arange(0, PADDED_DIM)
-    is_query, is_dim = places < length, dims < HEAD_DIM
-    at = (start + places).to(tl.int64)
-    shown = is_query[:, None] & is_dim[None, :]
-    own = tl.load(query + at[:, None] * query_stride + head * HEAD_DIM + dims[None, :], mask=shown, other=0.0)
-    kv_head = head // GROUP
+    shown = (places < length)[:, None] & (dims < HEAD_DIM)[None, :]
+    own = tl.load(query + places[:, None] * query_stride + dims[None, :], mask=shown, other=0.0)
     best = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     sums = tl.zeros((QUERIES, PADDED_DIM), tl.float32)
@@ -42,35 +90,19 @@ def _encoder_attention_kernel(
     if REACH >= 0:
         begin = tl.maximum(first - REACH, 0) // KEYS * KEYS
         end = tl.minimum(length, first + QUERIES + REACH)
-    for block in range(begin, end, KEYS):
-        others = block + tl.arange(0, KEYS)
-        is_key = others < length
-        from_ = (start + others).to(tl.int64)
-        kept = is_key[:, None] & is_dim[None, :]
-        keys = tl.load(key + from_[:, None] * key_stride + kv_head * HEAD_DIM + dims[None, :], mask=kept, other=0.0)
-        scores = tl.dot(own, tl.trans(keys), input_precision="ieee") * scale
-        if HAS_CAP:
-            scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
-        distance = others[None, :] - places[:, None]
-        if HAS_BIAS:
-            seen = is_query[:, None] & is_key[None, :]
-            scores += tl.load(bias + head * bias_stride + bias_middle + distance, mask=seen, other=0.0).to(tl.float32)
-        visible = is_key[None, :]
-        if REACH >= 0:
-            visible = visible & (distance <= REACH) & (distance >= -REACH)
-        scores = tl.where(visible, scores * 1.4426950408889634, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - safe[:, None])
-        shrink = tl.exp2(best - safe)
-        total = total * shrink + tl.sum(weights, 1)
-        values = tl.load(
-            value + from_[:, None] * value_stride + kv_head * HEAD_DIM + dims[None, :], mask=kept, other=0.0
-        )
-        sums = sums * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        best = higher
+    whole = end // KEYS * KEYS
+    for block in range(begin, whole, KEYS):
+        best, total, sums = _attend(
+            own, key, value, bias, places, block, length, best, total, sums, key_stride, value_stride, scale, softcap,
+            HEAD_DIM, PADDED_DIM, REACH, HAS_BIAS, HAS_CAP, KEYS, True,
+        )  # fmt: skip
+    if whole < end:
+        best, total, sums = _attend(
+            own, key, value, bias, places, whole, length, best, total, sums, key_stride, value_stride, scale, softcap,
+            HEAD_DIM, PADDED_DIM, REACH, HAS_BIAS, HAS_CAP, KEYS, False,
+        )  # fmt: skip
     result = sums / total[:, None]
-    tl.store(out + (at[:, None] * HEADS + head) * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=shown)
+    tl.store(out + places[:, None] * (HEADS * HEAD_DIM) + dims[None, :], result.to(out.dtype.element_ty), mask=shown)
 
 
 def encoder_attention(
@@ -102,7 +134,7 @@ def encoder_attention(
         scale, softcap or 1.0,
         GROUP=heads // key.shape[1], HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=padded_dim(head_dim),
         REACH=-1 if reach is None else reach, HAS_BIAS=bias is not None, HAS_CAP=softcap is not None,
-        QUERIES=queries, KEYS=keys, num_warps=warps, num_stages=stages,
+        QUERIES=queries, KEYS=keys, num_warps=warps, num_stages=stages, **early(query),
     )  # fmt: skip
     return out
 
