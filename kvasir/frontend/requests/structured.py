@@ -41,6 +41,15 @@ _WITH_STRICT = ("response_format", "text", "output_config", "output_format", "to
 _SCHEMA, _REGEX = "JSON schema", "regular expression"
 # Then why, and after that lines of the grammar.
 _SCHEMA_IN_LARK, _REGEX_IN_LARK = "failed to compile JSON schema: ", " (in regex): "
+# Groups of tokens of which llguidance looks at none if all fit: white space, and text in strings. The library has the
+# lengths 10 and 30. The dearest masks are those in the middle of a short string; with more lengths they take 0.7 ms
+# instead of 1.2, and masks of schemas with short strings a quarter less on average.
+_TEXT = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_TEXT}{{1,{length}}}" for length in (2, 3, 4, 5, 6, 8, 12, 20, 30)),
+    f"{_TEXT}+",
+]
 _LINE_OF_LARK = re.compile(r"\n +\d+ \| ")
 
 
@@ -204,7 +213,8 @@ def grammar_tokenizer(config: ModelConfig, tokenizer: Tokenizer | None = None) -
             if tokenizer is None or not tokenizer.can_serialize:
                 raise ModelError(f"{config.tokenizer} has no tokenizer.json, which structured outputs need.")
             ends = sorted(find_eos_token_ids(config, tokenizer))
-            _tokenizers[key] = LLTokenizer(tokenizer.serialized(), max(config.vocab_size, len(tokenizer)), ends or None)
+            size = max(config.vocab_size, len(tokenizer))
+            _tokenizers[key] = LLTokenizer(tokenizer.serialized(), size, ends or None, _SLICES)
             if len(_tokenizers) > _MAX_TOKENIZERS:
                 _tokenizers.popitem(last=False)
         return _tokenizers[key]
