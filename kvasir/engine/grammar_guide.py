@@ -199,28 +199,28 @@ class GrammarGuides(GuideKind):
         return found
 
     def accept(self, guides: Sequence[GrammarGuide], tokens: Sequence[list[int]]) -> None:
-        together: list[tuple[GrammarGuide, int]] = []
-        others: list[tuple[GrammarGuide, list[int]]] = []
-        for guide, new in zip(guides, tokens, strict=True):
-            if guide.holds and len(new) == 1:
-                together.append((guide, new[0]))
-            else:
-                others.append((guide, new))
-        if self._num_threads < 2 or len(together) <= _FEW_TOKENS or not self._accept_together(together):
+        one = [len(new) == 1 and guide.holds for guide, new in zip(guides, tokens, strict=True)]
+        pairs = [(guide, new[0]) for guide, new, is_one in zip(guides, tokens, one, strict=True) if is_one]
+        if self._num_threads < 2 or len(pairs) <= _FEW_TOKENS or not self._accept_together(pairs):
             super().accept(guides, tokens)
-        else:
-            super().accept([guide for guide, _ in others], [new for _, new in others])
+        elif len(pairs) < len(guides):
+            others = [number for number, is_one in enumerate(one) if not is_one]
+            super().accept([guides[number] for number in others], [tokens[number] for number in others])
 
-    def _accept_together(self, one: Sequence[tuple[GrammarGuide, int]]) -> bool:
+    def _accept_together(self, pairs: Sequence[tuple[GrammarGuide, int]]) -> bool:
         """Let the threads take in a token of each guide. Returns False if none was taken in."""
-        for guide, _ in one:
-            guide.leave_shared_lexer()
+        for guide, _ in pairs:
+            if guide.shares_lexer:
+                guide.leave_shared_lexer()
         try:
-            taken = self._executor.consume_token_par([(guide.matcher, token) for guide, token in one])
+            taken = self._executor.consume_token_par([(guide.matcher, token) for guide, token in pairs])
         except Exception:  # they are checked before the first takes its token in
             return False
-        for (guide, token), is_taken in zip(one, taken, strict=True):
-            guide.took_in(token, is_taken)
+        for (guide, token), is_taken in zip(pairs, taken, strict=True):
+            if not is_taken or guide.shares_lexer or guide.matcher.is_stopped():
+                guide.took_in(token, is_taken)
+            else:
+                guide.mask_line = None
         return True
 
     def ready(self, guides: Sequence[GrammarGuide]) -> None:
@@ -270,7 +270,8 @@ class GrammarGuides(GuideKind):
             self._executor.unsafe_compute_mask_ptr(matchers, start, size, end)
         for line, guide in enumerate(guides, begin):
             guide.mask_line = line
-            guide.check()
+            if guide.matcher.is_error():
+                guide.check()
         self._owners += guides
 
 
@@ -336,7 +337,8 @@ class GrammarGuide(TokenGuide):
     def accept(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
             if self.holds:
-                self.leave_shared_lexer()
+                if self._taken_in is not None:
+                    self.leave_shared_lexer()
                 self.took_in(token, self.matcher.consume_token(token))
             elif self._gate is not None:
                 if token == self._gate:
@@ -364,10 +366,14 @@ class GrammarGuide(TokenGuide):
         self._taken_in = [] if lexer.users > 1 else None
         self.matcher, self.holds = lexer.matcher.deep_copy(), True
 
+    @property
+    def shares_lexer(self) -> bool:
+        """Whether its matcher has the lexer of an older guide."""
+        return self._taken_in is not None
+
     def leave_shared_lexer(self) -> None:
-        """Go on with a lexer of its own, if it has none and there is one by now."""
-        if self._taken_in is None or self._lexers is None or self._lexer is None:
-            return
+        """Go on with a lexer of its own, if there is one by now."""
+        assert self._lexers is not None and self._lexer is not None and self._taken_in is not None, "it shares a lexer"
         own = self._lexers.exchange(self._lexer)
         if own is self._lexer:
             return

@@ -42,6 +42,7 @@ BUDGET_GUIDE = "thinking_budget"
 class TokenGuide:
     """Restricts the tokens of one request. It sees every output token once, in order."""
 
+    kind = ""  # under which name its kind is registered
     holds = True  # whether the next token is restricted; only `accept` and `jump` change it
     is_complete = False  # the output is complete: the request ends without another token
     error: str | None = None  # why the request cannot go on
@@ -124,6 +125,7 @@ class Guides:
     def make(self, name: str, argument: Any) -> TokenGuide:
         """Make the guide that a request asks for."""
         guide = self.kind(name).make(argument)
+        guide.kind = name
         self.stats.lenient_guides += guide.is_lenient
         return guide
 
@@ -139,19 +141,23 @@ class Guides:
         lines = np.flatnonzero(r.guided[rows] & (counts > 0))
         if not len(lines):
             return {}, {}, []
-        guided = [_Followed(r, line, row) for line, row in zip(lines.tolist(), rows[lines].tolist(), strict=True)]
-        for each, new, number in zip(guided, tokens[lines].tolist(), counts[lines].tolist(), strict=True):
-            each.new = new if number == len(new) else new[:number]
-        going = reasons[lines] == FinishReason.NONE
-        self._accept(guided, going.tolist())
-        in_flight = (r.num_computed[rows[lines]] >= r.num_known[rows[lines]]).tolist()
+        own = rows[lines]
+        guided = [_Followed(r, line, row) for line, row in zip(lines.tolist(), own.tolist(), strict=True)]
+        new = tokens[lines].tolist()
+        if tokens.shape[1] > 1:
+            new = [some[:number] for some, number in zip(new, counts[lines].tolist(), strict=True)]
+        self.stats.guided_tokens += sum(map(len, new))
+        going = (reasons[lines] == FinishReason.NONE).tolist()
+        self._accept(guided, new, going)
         shown: dict[int, list[int]] = {}
         failed: dict[int, str] = {}
         changed: list[int] = []
-        for each, goes_on, computed in zip(guided, going.tolist(), in_flight, strict=True):
+        in_flight = (r.num_computed[own] >= r.num_known[own]).tolist()
+        for each, tail, goes_on, computed in zip(guided, new, going, in_flight, strict=True):
             guide, request = each.guide, each.request
             more: list[int] = []
-            if goes_on and guide.holds and guide.error is None:
+            # If the step in flight waits, a guide that does not jump has nothing to say before its answer.
+            if goes_on and guide.holds and guide.error is None and (guide.may_jump or not waits):
                 more = self._continue(r, each, computed, waits, changed)
             if guide.error is not None:
                 reasons[each.line] = FinishReason.NONE
@@ -161,26 +167,25 @@ class Guides:
             elif more and r.num_known[each.row] >= r.limit[each.row]:
                 reasons[each.line] = FinishReason.LENGTH
             if more or request.unsent:
-                shown[each.line] = [*request.unsent, *each.new, *more]
+                shown[each.line] = [*request.unsent, *tail, *more]
+                self.stats.guided_tokens += len(request.unsent) + len(more)
                 request.unsent = []
-            self.stats.guided_tokens += len(shown.get(each.line, each.new))
-        r.restricted[rows[lines]] = [each.guide.holds for each in guided]
+        r.restricted[own] = [each.guide.holds for each in guided]
         self.stats.mask_seconds += time.perf_counter() - start
         return shown, failed, changed
 
-    def _accept(self, guided: list[_Followed], going: list[bool]) -> None:
+    def _accept(self, guided: list[_Followed], tokens: list[list[int]], going: list[bool]) -> None:
         """Show the guides their tokens, all of a kind together, and let those get ready that go on."""
-        kinds: dict[str, list[int]] = {}
-        for number, each in enumerate(guided):
+        asked: dict[str, list[tuple[TokenGuide, list[int], bool]]] = {}
+        for each, new, goes_on in zip(guided, tokens, going, strict=True):
             if each.guide.error is None:
-                kinds.setdefault(each.kind, []).append(number)
-        for name, numbers in kinds.items():
+                asked.setdefault(each.guide.kind, []).append((each.guide, new, goes_on))
+        for name, some in asked.items():
             kind = self.kinds[name]
             # Also a last token: where other rules forbid all that is allowed, it may be any.
-            kind.accept([guided[n].guide for n in numbers], [guided[n].new for n in numbers])
-            hold = [guide for n in numbers if going[n] and (guide := guided[n].guide).holds and guide.error is None]
+            kind.accept([guide for guide, _, _ in some], [new for _, new, _ in some])
             try:
-                kind.ready(hold)
+                kind.ready([guide for guide, _, goes_on in some if goes_on and guide.holds and guide.error is None])
             except Exception:
                 logger.exception("Guides failed together and will be asked one by one")
 
@@ -208,15 +213,14 @@ class Guides:
             changed.append(each.row)
         return more
 
-    def sample_inputs(self, guided: Iterable[tuple[int, Request]], dropped: list[int]) -> SampleInputs:
+    def sample_inputs(self, guided: Iterable[tuple[int, TokenGuide]], dropped: list[int]) -> SampleInputs:
         """Return the masks and forced tokens of a step's guided lines. All results before the step must be known.
         `dropped`: lines whose token is discarded."""
         start = time.perf_counter()
         lines: dict[str, list[tuple[int, TokenGuide]]] = {}
-        for line, request in guided:
-            assert request.guide is not None and request.spec.guide is not None, "only guided requests are asked"
-            if request.guide.holds and request.guide.error is None:  # an error ends the request after this step
-                lines.setdefault(request.spec.guide[0], []).append((line, request.guide))
+        for line, guide in guided:
+            if guide.holds and guide.error is None:  # an error ends the request after this step
+                lines.setdefault(guide.kind, []).append((line, guide))
         masked: list[int] = []
         masks: list[Int32Array] = []
         forced: list[tuple[int, int]] = []
@@ -268,16 +272,14 @@ class Guides:
 class _Followed:
     """A row that has new tokens, and its guide."""
 
-    __slots__ = ("guide", "kind", "line", "new", "request", "row")
+    __slots__ = ("guide", "line", "request", "row")
 
     def __init__(self, r: Rows, line: int, row: int) -> None:
         request = r.requests[row]
-        assert request is not None and request.guide is not None and request.spec.guide is not None, f"row {row}"
+        assert request is not None and request.guide is not None, f"row {row} has no guide"
         self.line, self.row = line, row
         self.request: Request = request
         self.guide: TokenGuide = request.guide
-        self.kind: str = request.spec.guide[0]
-        self.new: list[int] = []
 
 
 def in_order(said: tuple[Int32Array, NDArray[np.intp]] | list[Answer]) -> list[Answer]:

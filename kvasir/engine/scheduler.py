@@ -545,10 +545,11 @@ class Scheduler:
         step, r = self._in_flight[-1], self.rows
         current = r.epoch[step.rows] == step.epochs
         guided = []
-        for line in np.flatnonzero(step.samples & current & r.restricted[step.rows]).tolist():
-            request = r.requests[int(step.rows[line])]
-            assert request is not None, f"line {line} has no request"
-            guided.append((line, request))
+        lines = np.flatnonzero(step.samples & current & r.restricted[step.rows])
+        for line, row in zip(lines.tolist(), step.rows[lines].tolist(), strict=True):
+            request = r.requests[row]
+            assert request is not None and request.guide is not None, f"line {line} has no guide"
+            guided.append((line, request.guide))
         return self.guides.sample_inputs(guided, np.flatnonzero(step.samples & ~current).tolist())
 
     # ------------------------------------------------------------ update
