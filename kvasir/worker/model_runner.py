@@ -330,7 +330,8 @@ class ModelRunner:
         if self.graphs is not None and as_graph and is_left and use < ForwardUse.EAGER:
             key = self.graphs.forward_key(plan, use > ForwardUse.PLAIN)
         inputs = host_inputs(plan, packed, key, self.rows.padding).to_device(self.device)
-        self._update_rows(plan, inputs)
+        if key is None or not key.longest:  # an encoder's graph reads nothing of the rows
+            self._update_rows(plan, inputs)
         if self.graphs is None or key is None:
             with_rows = use > ForwardUse.PLAIN or self._reads_states
             self._running = self._forward(plan, eager_inputs(self.rows, plan, inputs, with_rows), readers, use)

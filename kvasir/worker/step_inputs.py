@@ -109,7 +109,7 @@ def host_inputs(
         lines,
         order,
         *pack_prefix_groups(plan.shared, len(rows)),
-        new_rows=_columns(plan),
+        new_rows=NO_ROWS if len(prompts) else _columns(plan),
         table_index=plan.table_index,
         table_block=plan.table_block,
         copies=plan.copies,

@@ -170,7 +170,10 @@ class PoolingProcessor:
     def tokenize_texts(self, texts: Sequence[PromptType | Pair], params: PoolingParams) -> list[Any]:
         """Tokenize the texts among these prompts in one call, as `params` say. What `process` reads as quickly by
         itself, such as token ids, stays as it is and is not checked."""
-        if params.truncate_prompt_tokens is None and not any(_is_pair(each) for each in texts):
+        whole = params.truncate_prompt_tokens is None
+        if whole and all(type(each) is list for each in texts):
+            return list(texts)
+        if whole and not any(_is_pair(each) for each in texts):
             return self.prompts.tokenize(cast(Sequence[PromptType], texts), params.add_special_tokens)
         return list(self.tokenize(texts, params))
 
