@@ -32,6 +32,8 @@ _COMPILER_THREADS = 2
 _TRIED = 64  # forced tokens at the beginning that are tried when a grammar is compiled
 _STACK_BYTES = 512 << 20  # of the thread that compiles; only what it touches takes memory
 _MAX_MASK_THREADS = 16
+_CALLERS = 4  # threads that wait for masks
+_BATCH = 64  # masks of rows that may jump
 _FEW = 2  # so many masks are computed without the threads ...
 _FEW_TOKENS = 8  # ... and so many tokens taken in: that is a matter of microseconds
 
@@ -147,9 +149,9 @@ class CompiledGrammars:
 class GrammarGuides(GuideKind):
     """The kind of guides that follow grammars. An argument is what `guide_argument` makes.
 
-    With several threads, masks are computed as soon as tokens are taken in. That also finds out what is forced, so
-    looking for jumps is quick then; on one thread it is quicker to jump first. Masks lie in one block of memory, which
-    is used again for every step.
+    With several threads, masks are computed as soon as tokens are taken in, beside the core's own work. That also finds
+    out what is forced, so looking for jumps is quick then; on one thread it is quicker to jump first. Masks lie in one
+    block of memory, which is used again for every step.
     """
 
     def __init__(self, tokenizer: Callable[[], LLTokenizer], vocab_size: int, num_threads: int = 1) -> None:
@@ -158,6 +160,9 @@ class GrammarGuides(GuideKind):
         self._masks = np.empty((0, 0), np.int32)
         self._owners: list[GrammarGuide] = []  # of the masks of this step
         self._num_answered = 0  # of these masks: given as answers
+        self._batches: list[_Batch] = []  # masks that are being computed
+        self._callers = ThreadPoolExecutor(_CALLERS, "compute-masks")  # each waits for a batch
+        self._called = threading.Semaphore(0)
         self._num_threads = min(num_threads, _MAX_MASK_THREADS)
         self._lexers: OrderedDict[str, GrammarLexers] = OrderedDict()
         self._compilers = ThreadPoolExecutor(_COMPILER_THREADS, "compile-grammar-again")
@@ -199,6 +204,7 @@ class GrammarGuides(GuideKind):
         return found
 
     def accept(self, guides: Sequence[GrammarGuide], tokens: Sequence[list[int]]) -> None:
+        self._wait()
         one = [len(new) == 1 and guide.holds for guide, new in zip(guides, tokens, strict=True)]
         pairs = [(guide, new[0]) for guide, new, is_one in zip(guides, tokens, one, strict=True) if is_one]
         if self._num_threads < 2 or len(pairs) <= _FEW_TOKENS or not self._accept_together(pairs):
@@ -225,10 +231,31 @@ class GrammarGuides(GuideKind):
 
     def ready(self, guides: Sequence[GrammarGuide]) -> None:
         self.used_up()
-        if self._num_threads > 1:
-            self._add_masks(guides)
+        if self._num_threads < 2 or len(guides) <= _FEW:
+            return
+        matchers, count = self._lines_for(guides), len(guides)
+        # Those who jump wait for their batch, while the next is computed. The last has all that are left.
+        size = _BATCH if any(guide.may_jump for guide in guides) else count
+        begins = list(range(0, max(1, count - size + 1), size))[:_CALLERS]
+        _ = self._executor  # made by one thread
+        for begin, end in zip(begins, [*begins[1:], count], strict=True):
+            done = self._callers.submit(self._compute, matchers[begin:end])
+            self._batches.append(_Batch(guides[begin:end], done))
+        for _ in begins:  # the threads need Python's lock to begin, and this one keeps it unless it waits
+            self._called.acquire()
+
+    def _compute(self, matchers: list[tuple[Any, int]]) -> None:
+        self._called.release()
+        address, size = self._masks.ctypes.data, self._masks.strides[0]
+        self._executor.unsafe_compute_mask_ptr(matchers, address, size, len(self._masks))
+
+    def _wait(self) -> None:
+        for batch in self._batches:
+            batch.wait()
+        self._batches.clear()
 
     def answers(self, guides: Sequence[GrammarGuide]) -> tuple[Int32Array, NDArray[np.intp]]:
+        self._wait()
         self._add_masks([guide for guide in guides if guide.mask_line is None])
         lines = np.array([guide.mask_line for guide in guides], np.intp)
         begin, end = self._num_answered, self._num_answered + len(guides)
@@ -247,32 +274,71 @@ class GrammarGuides(GuideKind):
         return self._masks[begin:end, : self._words], lines - begin
 
     def used_up(self) -> None:
+        self._wait()
         for guide in self._owners:
             guide.mask_line = None
         self._owners.clear()
         self._num_answered = 0
 
+    def _lines_for(self, guides: Sequence[GrammarGuide]) -> list[tuple[Any, int]]:
+        """Take memory for the masks of guides. Returns each matcher and its line."""
+        begin, end = len(self._owners), len(self._owners) + len(guides)
+        if end > len(self._masks):
+            more = np.zeros((2 * end, -(-self.compiled.tokenizer.vocab_size // 32)), np.int32)
+            more[:begin] = self._masks[:begin] if begin else 0
+            self._masks = more
+        self._owners += guides
+        for line, guide in enumerate(guides, begin):
+            guide.mask_line = line
+        return [(guide.matcher, line) for line, guide in enumerate(guides, begin)]
+
     def _add_masks(self, guides: Sequence[GrammarGuide]) -> None:
         """Compute the masks of guides that have none."""
         if not guides:
             return
-        begin, end = len(self._owners), len(self._owners) + len(guides)
-        if end > len(self._masks):
-            more = np.empty((2 * end, -(-self.compiled.tokenizer.vocab_size // 32)), np.int32)
-            more[:begin] = self._masks[:begin] if begin else 0
-            self._masks = more
-        matchers = [(guide.matcher, line) for line, guide in enumerate(guides, begin)]
-        start, size = self._masks.ctypes.data, self._masks.strides[0]
-        if len(matchers) <= _FEW or self._num_threads < 2:
-            for matcher, line in matchers:
-                matcher.unsafe_compute_mask_ptr(start + line * size, size)
-        else:
-            self._executor.unsafe_compute_mask_ptr(matchers, start, size, end)
-        for line, guide in enumerate(guides, begin):
-            guide.mask_line = line
-            if guide.matcher.is_error():
+        matchers = self._lines_for(guides)
+        address, size = self._masks.ctypes.data, self._masks.strides[0]
+        try:
+            if len(matchers) <= _FEW or self._num_threads < 2:
+                for matcher, line in matchers:
+                    matcher.unsafe_compute_mask_ptr(address + line * size, size)
+            else:
+                self._executor.unsafe_compute_mask_ptr(matchers, address, size, len(self._masks))
+        except BaseException:
+            _forget(guides)
+            raise
+        for guide in guides:
+            guide.check()
+
+
+class _Batch:
+    """Guides whose masks are being computed. Until that is done, nothing else may use their matchers."""
+
+    def __init__(self, guides: Sequence[GrammarGuide], done: Future[None]) -> None:
+        self._guides = guides
+        self._done = done
+        for guide in guides:
+            guide.batch = self
+
+    def wait(self) -> None:
+        """Wait for the masks, once."""
+        guides, self._guides = self._guides, ()
+        if not guides:
+            return
+        try:
+            self._done.result()
+        except Exception:
+            logger.exception("Masks failed together and will be computed one by one")
+            _forget(guides)
+        for guide in guides:
+            guide.batch = None
+            if guide.matcher is not None and guide.matcher.is_error():
                 guide.check()
-        self._owners += guides
+
+
+def _forget(guides: Sequence[GrammarGuide]) -> None:
+    for guide in guides:
+        guide.mask_line = None
 
 
 def guide_argument(
@@ -320,7 +386,8 @@ class GrammarGuide(TokenGuide):
     _lexers: GrammarLexers | None = None  # where its lexer comes from
     _lexer: Lexer | None = None  # of the matcher, while it holds
     _taken_in: list[int] | None = None  # the matcher's tokens while it shares its lexer with older guides
-    mask_line: int | None = None  # where its next mask is, if that has been computed
+    mask_line: int | None = None  # where its next mask is, if that has been computed, or is being: ...
+    batch: _Batch | None = None  # ... then with these
 
     def __init__(
         self, whole: GrammarLexers | None, gate: int | None, tags: Mapping[int, GrammarLexers], jumps: bool = True
@@ -335,6 +402,8 @@ class GrammarGuide(TokenGuide):
             self._begin(whole)
 
     def accept(self, token_ids: Sequence[int]) -> None:
+        if self.batch is not None:
+            self.batch.wait()
         for token in token_ids:
             if self.holds:
                 if self._taken_in is not None:
@@ -413,6 +482,10 @@ class GrammarGuide(TokenGuide):
     def jump(self, least: int, most: int, stops: Collection[int], completes: bool = True) -> list[int]:
         if not (self.may_jump and self.holds and most >= least):
             return []
+        if self.batch is not None:
+            self.batch.wait()
+            if self.error is not None:
+                return []
         tokens: list[int] = self.matcher.compute_ff_tokens()[:most]
         for place, token in enumerate(tokens):
             if token in stops:

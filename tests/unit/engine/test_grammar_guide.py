@@ -15,6 +15,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from kvasir.engine import grammar_guide
 from kvasir.engine.core import EngineCore
 from kvasir.engine.grammar_guide import GRAMMAR_GUIDE, CompiledGrammars, GrammarGuides, guide_argument
 from kvasir.errors import RequestError
@@ -176,9 +177,11 @@ def test_running_requests_do_not_share_a_lexer() -> None:
     assert lexers.num_idle == len(lexers) == 6, "as many as ran at a time"
 
 
+@pytest.mark.parametrize("batch", [4, 64])
 @pytest.mark.parametrize("jumps", [True, False])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_many_rows_are_asked_at_once(lookahead: int, jumps: bool) -> None:
+def test_many_rows_are_asked_at_once(monkeypatch: pytest.MonkeyPatch, lookahead: int, jumps: bool, batch: int) -> None:
+    monkeypatch.setattr(grammar_guide, "_BATCH", batch)
     core = make_core(lookahead, max_num_seqs=24)
     grammars = [
         grammar_of(json=PERSON),
@@ -193,6 +196,31 @@ def test_many_rows_are_asked_at_once(lookahead: int, jumps: bool) -> None:
     assert bool(core.stats().jumps) == jumps
 
 
+@pytest.mark.parametrize("then", ["accept", "jump", "ready", "nothing"])
+def test_matchers_are_left_alone_until_their_masks_are_computed(monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    guides, grammar = small_guides(), grammar_of(regex="[a-c][0-9]{4}xyz")
+    made, compute, done = [guides.make(guide_argument(grammar)) for _ in range(4)], guides._compute, []
+
+    def slowly(matchers: Any) -> None:
+        compute(matchers)
+        time.sleep(0.05)
+        done.append(len(matchers))
+
+    monkeypatch.setattr(guides, "_compute", slowly)
+    guides.ready(made)
+    assert not done
+    if then == "jump":
+        assert made[0].jump(1, 9, ()) == []
+    elif then == "accept":
+        guides.accept(made[:1], [[token_id("a")]])
+    elif then == "ready":
+        guides.ready(made[:1])
+    assert done == ([] if then == "nothing" else [4])
+    masks, places = guides.answers(made)
+    for guide, mask in zip(made, masks[places], strict=True):
+        assert mask.tobytes() == guide.matcher.compute_bitmask()[: mask.nbytes]
+
+
 def test_masks_are_answers_in_any_order_also_where_guides_have_left_between() -> None:
     guides, grammar = small_guides(), grammar_of(regex="[a-c][0-9]{4}xyz|[d-f]{7}")
     made = [guides.make(guide_argument(grammar)) for _ in range(6)]
@@ -200,6 +228,7 @@ def test_masks_are_answers_in_any_order_also_where_guides_have_left_between() ->
     guides.accept(made, [[token] for token in tokens])
     guides.ready(made)
     made[1].accept([token_id("1")])
+    assert made[1].mask_line is None and made[2].mask_line is not None
     asked = [made[5], made[0], made[1], made[4]]  # the third and the fourth have left
     first, places = guides.answers(asked[:3])
     second, place = guides.answers(asked[3:])
