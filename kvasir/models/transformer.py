@@ -288,7 +288,7 @@ class Transformer(nn.Module):
         if types is not None:
             hidden = hidden + types
         if self.positions is not None:
-            hidden = hidden + self.positions(positions)
+            return self.embedding_norm.of_sum(self.positions(positions), hidden)
         return self.embedding_norm(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
