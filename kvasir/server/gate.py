@@ -87,15 +87,15 @@ class Gate:
             if large is None or await large.send(message):
                 await send(message)
             elif large.refused is not None:
-                error, large = large.refused, None
-                self.failed(error.cause)
-                await error_response(error, call.path, call.id)(scope, receive, send_with_id)
+                return  # it must not answer by itself: a function that refers to itself stays until the next collection
             sent = message
 
         try:
             self._admit(scope, headers, call)
             await self.app(scope, body.receive, send_with_id)
-        except Exception as raised:  # by `_admit`, or one that no handler expects
+            if large is not None and large.refused is not None:
+                raise large.refused
+        except Exception as raised:  # by `_admit`, by a large reply, or one that no handler expects
             if (error := self._error_of(raised, sent)) is not None:
                 large = None  # it waits for a body that does not come
                 await error_response(error, call.path, call.id)(scope, receive, send_with_id)

@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import tracemalloc
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -440,6 +441,29 @@ def test_a_reply_for_which_there_is_no_memory_is_refused() -> None:
     assert statuses == [503] and b"no memory left for replies" in b"".join(sent) and most == 1
 
 
+def test_a_request_leaves_nothing_for_the_garbage_collector() -> None:
+    """What refers to itself stays in memory until a collection, and a collection halts all streams."""
+    given: list[weakref.ref[Any]] = []
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        given.append(weakref.ref(send))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        await send({"type": "http.response.body", "body": b"two"})
+
+    async def send(message: Any) -> None:
+        pass
+
+    gate = Gate(answer, KeyRing([]), 9, BodyMemory(9), BodyMemory(9), lambda *ended: None, lambda cause: None)
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
+    gc.disable()
+    try:
+        asyncio.run(gate(scope, lambda: None, send))  # type: ignore[arg-type, return-value]
+        assert [each() for each in given] == [None]
+    finally:
+        gc.enable()
+
+
 def test_a_reply_larger_than_all_memory_is_sent_alone() -> None:
     """Asking again would never help."""
     statuses, sent, most = reply_of(bytes(100_000), BodyMemory(10))
@@ -695,32 +719,38 @@ def test_errors_before_and_after_the_first_frame(early: bool) -> None:
     assert request.ended
 
 
-def test_a_failure_that_nobody_waits_for_any_more_is_no_news() -> None:
+@pytest.mark.parametrize("early", [True, False])
+def test_a_failure_that_nobody_waits_for_any_more_is_no_news(early: bool) -> None:
     """The client leaves in the moment in which its request fails: asyncio would log the failure with a traceback."""
     said: list[Any] = []
 
     async def leave_together() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context["message"]))
         failed = asyncio.Event()
-        request = FailingRequest(early=True)
-        fail = request.start
 
-        async def start() -> None:
-            failed.set()
-            await fail()
+        class Request(FailingRequest):
+            async def start(self) -> None:
+                failed.set() if early else None
+                await super().start()
+
+            async def next(self) -> RequestOutput:
+                failed.set() if self.num_outputs == 2 else await asyncio.sleep(0)
+                return await super().next()
 
         async def leave() -> AsgiMessage:
             await failed.wait()
             return {"type": "http.disconnect"}
 
-        async def send(message: Any) -> None:
-            raise AssertionError("there is nobody to send to")
+        sent: list[Any] = []
 
-        request.start = start  # type: ignore[method-assign]
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        request = Request(early)
         stream = EventStream(request, CountingWriter())  # type: ignore[arg-type]
         with contextlib.suppress(ClientGone, RequestError):
             await stream({"type": "http"}, leave, send)
-        assert request.ended
+        assert request.ended and bool(sent) is not early
 
     asyncio.run(leave_together())
     gc.collect()
