@@ -81,9 +81,12 @@ class EventStream(Response):
                 await asyncio.wait([first])
             elif not first.cancelled():
                 first.exception()  # marks it as retrieved: the client may have left before it was looked at
-        request, write = self.request, self.writer.write
-        take, next_output = request.take, request.stream.next
         await send({"type": "http.response.body", "body": frame, "more_body": True})
+        # In a task of its own: an output that woke this one would go through every coroutine that awaits it.
+        await asyncio.create_task(self._send_rest(send))
+
+    async def _send_rest(self, send: Send) -> None:
+        take, write, next_output = self.request.take, self.writer.write, self.request.stream.next
         while (output := await next_output()) is not None:
             take(output)
             if frame := write(output):
