@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.parse
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -218,17 +218,20 @@ class _Exchange(RequestResponseCycle):
 
     _until_close = False  # the end of the connection is the end of the body
 
-    async def send(self, message: Any) -> None:
+    def send(self, message: Any) -> Coroutine[Any, Any, None]:  # no coroutine of its own for every chunk
         if not self.response_started:
-            if self.more_body:  # it is answered early, and the rest of the body is not wanted
-                self.keep_alive = False
-            names = [name.lower() for name, _ in message.get("headers", [])]
-            if self.scope["http_version"] == "1.0" and b"content-length" not in names:  # it knows no chunks
-                self._until_close = True
-                self.chunked_encoding, self.expected_content_length = False, sys.maxsize
+            self._begin(message)
         elif self._until_close and not message.get("more_body", False):
             self.expected_content_length = len(message.get("body", b""))
-        await super().send(message)
+        return super().send(message)
+
+    def _begin(self, message: Any) -> None:
+        if self.more_body:  # it is answered early, and the rest of the body is not wanted
+            self.keep_alive = False
+        names = [name.lower() for name, _ in message.get("headers", [])]
+        if self.scope["http_version"] == "1.0" and b"content-length" not in names:  # it knows no chunks
+            self._until_close = True
+            self.chunked_encoding, self.expected_content_length = False, sys.maxsize
 
 
 class HttpProtocol(TimedConnection, HttpToolsProtocol):
