@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -62,6 +63,8 @@ class ServerLifecycle:
             self.state.phase.add_engine_seconds(engine.startup_seconds)
             await self.state.adapters.start(engine)
             await _first_token(engine)
+            gc.collect()
+            gc.freeze()  # these objects live as long as the process: a collection of them would halt all streams
         except asyncio.CancelledError:
             raise
         except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -10,9 +11,11 @@ import pytest
 
 from kvasir.engine.stats import EngineStats
 from kvasir.server import lifecycle
+from kvasir.server.config import ServerConfig
 from kvasir.server.engine_metrics import engine_metrics
 from kvasir.server.lifecycle import ServerLifecycle, TokenRate
 from kvasir.server.metrics import Metrics
+from kvasir.server.state import ServerState
 
 
 def stats(generated: int) -> EngineStats:
@@ -54,6 +57,27 @@ def test_the_log_tells_of_tokens_that_no_output_has_brought(
     assert ["1 running, 0 waiting, 1.5 tokens/s" in line for line in shown] == [True, False]
     assert "1 running, 0 waiting, 2.2 tokens/s" in shown[1]
     assert 'tokens_per_second{engine="0",model_name="m"} 2.25' in metrics.page([], vllm_names=False).decode()
+
+
+def test_the_garbage_collector_skips_what_was_there_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full collection of what a server is made of takes a tenth of a second or more, in which no stream moves."""
+    engine = SimpleNamespace(startup_seconds={}, errored=True, dead_error="the end of this test")
+
+    async def nothing(*ignored: object) -> None:
+        pass
+
+    async def start() -> None:
+        state = ServerState(ServerConfig(), "m")
+        state.adapters = SimpleNamespace(start=nothing, watch=nothing)  # type: ignore[assignment]
+        monkeypatch.setattr(state, "set_engine", lambda engine: None)
+        server = ServerLifecycle(state, lambda phase: engine, lambda: None)  # type: ignore[arg-type, return-value]
+        await server._start_and_watch()
+        assert server.error == "the end of this test"
+
+    monkeypatch.setattr(lifecycle, "_first_token", nothing)
+    before = gc.get_freeze_count()
+    asyncio.run(start())
+    assert gc.get_freeze_count() > before
 
 
 def test_every_engine_counts_its_own_tokens() -> None:
