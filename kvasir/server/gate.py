@@ -86,15 +86,13 @@ class Gate:
                     return
             if large is None or await large.send(message):
                 await send(message)
-            elif large.refused is not None:
-                return  # it must not answer by itself: a function that refers to itself stays until the next collection
-            sent = message
+            sent = message if large is None or large.refused is None else None
 
         try:
             self._admit(scope, headers, call)
             await self.app(scope, body.receive, send_with_id)
             if large is not None and large.refused is not None:
-                raise large.refused
+                raise large.refused  # `send_with_id` cannot send this: what refers to itself stays until a collection
         except Exception as raised:  # by `_admit`, by a large reply, or one that no handler expects
             if (error := self._error_of(raised, sent)) is not None:
                 large = None  # it waits for a body that does not come

@@ -91,10 +91,10 @@ class OutputProcessor:
             if (begun := self._of_key(start.key)) is not None:
                 begun.start(start)
         ended = {finished.key: finished for finished in output.finished if finished.key in self._states}
-        lines, prompt_lines = (
-            by_line(output.parts[name]) if name in output.parts else {} for name in (LOGPROBS, PROMPT_LOGPROBS)
-        )
-        pooled = [by_key(part) for name, part in output.parts.items() if name in POOLING_TASKS]
+        parts = output.parts
+        lines = by_line(parts[LOGPROBS]) if LOGPROBS in parts else {}
+        prompt_lines = by_line(parts[PROMPT_LOGPROBS]) if PROMPT_LOGPROBS in parts else {}
+        pooled = [by_key(part) for name, part in parts.items() if name in POOLING_TASKS]
         tokens, counts = output.token_ids.tolist(), output.counts.tolist()
         for line, key in enumerate(output.keys.tolist()):
             state = self._states.get(key)
