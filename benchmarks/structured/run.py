@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from kvasir import LLM, SamplingParams, StructuredOutputsParams
+from kvasir.frontend.requests.structured import mask_threads
+from kvasir.platforms.limits import allowed_cpus
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -93,6 +95,8 @@ def main() -> None:
         if options.shape:
             settings |= {"load_format": "dummy", "tokenizer": options.tokenizer}
         llm = LLM(model, max_num_seqs=max(options.requests), **settings)
+        machine = {"cpus": allowed_cpus(), "mask_threads": mask_threads(llm.llm_engine.config)}
+        print("RESULT " + json.dumps(machine), flush=True)
         for requests in options.requests:
             for kind in options.kinds:
                 report = measure(llm, kind, requests, options.rounds, options.temperature)

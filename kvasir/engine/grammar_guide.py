@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 
 GRAMMAR_GUIDE = "grammar"
 _MAX_CACHED = 256  # compiled grammars; each holds some hundred kilobytes
-_MAX_IDLE = 256  # matchers of all grammars that no request uses
+_MAX_SPARE = 256  # matchers of all grammars that no request uses, beyond one of each
 _COMPILER_THREADS = 2
 _TRIED = 64  # forced tokens at the beginning that are tried when a grammar is compiled
 _STACK_BYTES = 512 << 20  # of the thread that compiles; only what it touches takes memory
@@ -192,10 +192,11 @@ class GrammarGuides(GuideKind):
         first = self.compiled.submit(grammar).result()  # always, so that both know when it was last used
         found = self._lexers.pop(grammar, None)
         if found is None:
-            for other in self._lexers.values():
-                if sum(each.num_idle for each in self._lexers.values()) <= _MAX_IDLE:
+            too_many = sum(each.num_spare for each in self._lexers.values()) - _MAX_SPARE
+            for other in self._lexers.values():  # the first was used longest ago
+                if too_many <= 0:
                     break
-                other.drop_idle()
+                too_many -= other.drop_spare()
             if len(self._lexers) >= _MAX_CACHED:
                 self._lexers.popitem(last=False)
             tokenizer = self.compiled.tokenizer

@@ -53,6 +53,11 @@ class GrammarLexers:
     def num_idle(self) -> int:
         return len(self._idle)
 
+    @property
+    def num_spare(self) -> int:
+        """How many `drop_spare` would forget."""
+        return min(len(self._idle), len(self._all) - 1)
+
     def take(self) -> Lexer:
         """Return a lexer that nobody uses, or the one with the fewest users."""
         with self._lock:
@@ -83,11 +88,13 @@ class GrammarLexers:
             if not lexer.users:
                 self._idle.append(lexer)
 
-    def drop_idle(self) -> None:
-        """Forget the lexers that nobody uses, except one if there is no other."""
+    def drop_spare(self) -> int:
+        """Forget the lexers that nobody uses, except one if there is no other. Returns how many those were."""
+        before = len(self._all)
         with self._lock:
             while self._idle and len(self._all) > 1:
                 self._all.remove(self._idle.pop())
+        return before - len(self._all)
 
     def _order(self) -> None:
         """Let a thread compile another lexer, if there are fewer than requests, and time for it."""

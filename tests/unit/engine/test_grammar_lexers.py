@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from kvasir.engine import grammar_lexers
+from kvasir.engine import grammar_guide, grammar_lexers
 from kvasir.engine.grammar_guide import GrammarGuide, compile_again, guide_argument
 from kvasir.engine.grammar_lexers import GrammarLexers
 from kvasir.frontend.text.grammar import build_grammar
@@ -80,17 +80,31 @@ def test_a_grammar_that_does_not_compile_again_is_shared() -> None:
     assert [found.exchange(each) for each in taken] == taken and not threads.given
 
 
-def test_idle_lexers_are_dropped_but_for_one() -> None:
+def test_spare_lexers_are_dropped_but_for_one() -> None:
     found, threads = lexers()
     first, second = found.take(), found.take()
     threads.run()
     second = found.exchange(second)
     found.give_back(second)
-    found.drop_idle()
+    assert found.num_spare == found.drop_spare() == 1
     assert len(found) == 1 and found.num_idle == 0, "the other is in use"
     found.give_back(first)
-    found.drop_idle()
+    assert found.num_spare == found.drop_spare() == 0
     assert len(found) == found.num_idle == 1
+
+
+def test_grammars_that_were_used_longest_ago_lose_their_spare_lexers_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_guide, "_MAX_SPARE", 2)
+    guides, threads = small_guides(), Later()
+    monkeypatch.setattr(guides, "_compilers", threads)
+    texts = [build_grammar(StructuredOutputsParams(regex=f"[a-c]{{{n}}}")).text for n in range(2, 6)]
+    for text in texts[:3]:
+        made = [guides.make(guide_argument(text)) for _ in range(2)]
+        threads.run()
+        del made
+    assert [guides.lexers(text).num_spare for text in texts[:3]] == [1, 1, 1]
+    guides.make(guide_argument(texts[3]))
+    assert [guides.lexers(text).num_spare for text in texts] == [0, 1, 1, 0]
 
 
 def test_a_guide_that_moves_to_a_lexer_of_its_own_goes_on_where_it_was() -> None:
