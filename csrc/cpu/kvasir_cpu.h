@@ -39,7 +39,7 @@ void kv_pack_codes(const kvasir::Matrix *, const kv_codes *, int32_t first, int3
 int32_t kv_expand_rows(const kvasir::Matrix *, const int64_t *rows, int32_t count, uint16_t *out);
 
 // ---------------------------------------------------------------- operations
-void kv_linear(const kvasir::Matrix *, const uint16_t *x, int64_t stride, int32_t rows, uint16_t *out);
+void kv_linear(const kvasir::Matrix *, const uint16_t *x, int64_t stride, int32_t rows, int32_t activation, uint16_t *out);
 void kv_gated_linear(const kvasir::Matrix *, const uint16_t *x, int64_t stride, int32_t rows, int32_t activation,
                      uint16_t *out);
 

@@ -102,8 +102,8 @@ void linear(const Matrix &m, const uint16_t *x, size_t stride, int count, uint16
 
 using namespace kvasir;
 
-void kv_linear(const Matrix *m, const uint16_t *x, int64_t stride, int32_t rows, uint16_t *out) {
-  linear(*m, x, size_t(stride), rows, out, size_t(m->outputs));
+void kv_linear(const Matrix *m, const uint16_t *x, int64_t stride, int32_t rows, int32_t activation, uint16_t *out) {
+  linear(*m, x, size_t(stride), rows, out, size_t(m->outputs), activation < 0 ? NOTHING : ACTIVATE, activation);
 }
 
 void kv_gated_linear(const Matrix *m, const uint16_t *x, int64_t stride, int32_t rows, int32_t activation,

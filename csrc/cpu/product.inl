@@ -15,11 +15,12 @@ using kvasir::Product;
 using kvasir::Rows;
 
 #if defined(__AVX512BF16__)
-constexpr int MOST_ROWS = 28, WIDE_ROWS = 14, FEW_ROWS = 4, QUANT_ROWS = 12;  // accumulators that fit into 32 registers
+// Accumulators that fit into 32 registers. Over two blocks an activation is read once for both.
+constexpr int MOST_ROWS = 28, WIDE_ROWS = 14, FEW_ROWS = 4, QUANT_ROWS = 12, WIDE_QUANT_ROWS = 6;
 #elif defined(__AVX2__)
-constexpr int MOST_ROWS = 4, WIDE_ROWS = 2, FEW_ROWS = 1, QUANT_ROWS = 2;
+constexpr int MOST_ROWS = 4, WIDE_ROWS = 2, FEW_ROWS = 1, QUANT_ROWS = 2, WIDE_QUANT_ROWS = 1;
 #else
-constexpr int MOST_ROWS = 4, WIDE_ROWS = 2, FEW_ROWS = 1, QUANT_ROWS = 4;
+constexpr int MOST_ROWS = 4, WIDE_ROWS = 2, FEW_ROWS = 1, QUANT_ROWS = 4, WIDE_QUANT_ROWS = 2;
 #endif
 
 // ---------------------------------------------------------------- bfloat16
@@ -204,47 +205,64 @@ inline void unpack(const uint8_t *data, int q, u32x16 &low, u32x16 &high) {
   }
 }
 
-// R rows times one block. A group's products are whole numbers; its scales make floats of them. This is for groups of 32,
-// the most common, with an offset or with mins.
-template <int R, int BITS, bool MIN>
-void tile_quant(const QuantRows &rows, QuantPanel w, int groups, float *out) {
+// R rows times B blocks: out[R][stride]. A group's products are whole numbers; its scales make floats of them. This is for
+// groups of 32, the most common, with an offset or with mins. A number is the same sum whatever R and B.
+template <int R, int B, int BITS, bool MIN>
+void tile_quant(const QuantRows &rows, const QuantPanel *w, int groups, int stride, float *out) {
   const uint32_t *a = rows.quads;
   const float *a_scale = rows.scale;
-  f32x16 acc[R] = {};
+  f32x16 acc[R][B] = {};
   for (int g = 0; g < groups; g++) {
-    const uint8_t *data = w.data + size_t(g) * (BITS * 64);
-    __builtin_prefetch(w.scale + size_t(g) * 16 + 256);
-    if (MIN) __builtin_prefetch(w.min + size_t(g) * 16 + 256);
-    constexpr int AHEAD = BITS == 8 && R == 1 ? 0 : BITS;  // cache lines; for a single stream of bytes the CPU's own prefetching is faster
+    const uint8_t *data[B];
+#pragma GCC unroll 2
+    for (int b = 0; b < B; b++) {
+      data[b] = w[b].data + size_t(g) * (BITS * 64);
+      __builtin_prefetch(w[b].scale + size_t(g) * 16 + 256);
+      if (MIN) __builtin_prefetch(w[b].min + size_t(g) * 16 + 256);
+      constexpr int AHEAD = BITS == 8 && R == 1 ? 0 : BITS;  // cache lines; for a single stream of bytes the CPU's own prefetching is faster
 #pragma GCC unroll 8
-    for (int line = 0; line < AHEAD; line++) __builtin_prefetch(data + line * 64 + 2048);
-    i32x16 whole[R];
+      for (int line = 0; line < AHEAD; line++) __builtin_prefetch(data[b] + line * 64 + 2048);
+    }
+    i32x16 whole[R][B];
 #pragma GCC unroll 12
-    for (int i = 0; i < R; i++) whole[i] = MIN ? i32x16{} : splat_int(rows.starts[g * R + i]);
+    for (int i = 0; i < R; i++)
+#pragma GCC unroll 2
+      for (int b = 0; b < B; b++) whole[i][b] = MIN ? i32x16{} : splat_int(rows.starts[g * R + i]);
 #pragma GCC unroll 4
     for (int q = 0; q < 4; q++) {
-      u32x16 low, high;
-      unpack<BITS>(data, q, low, high);
+      u32x16 low[B], high[B];
+#pragma GCC unroll 2
+      for (int b = 0; b < B; b++) unpack<BITS>(data[b], q, low[b], high[b]);
       const uint32_t *quads = a + size_t(8 * g + q) * R;
 #pragma GCC unroll 12
-      for (int i = 0; i < R; i++) dot4(whole[i], quads[i], low);
+      for (int i = 0; i < R; i++)
+#pragma GCC unroll 2
+        for (int b = 0; b < B; b++) dot4(whole[i][b], quads[i], low[b]);
 #pragma GCC unroll 12
-      for (int i = 0; i < R; i++) dot4(whole[i], quads[4 * R + i], high);
+      for (int i = 0; i < R; i++)
+#pragma GCC unroll 2
+        for (int b = 0; b < B; b++) dot4(whole[i][b], quads[4 * R + i], high[b]);
     }
-    f32x16 scale = load_f16(w.scale + size_t(g) * 16);
+#pragma GCC unroll 2
+    for (int b = 0; b < B; b++) {
+      f32x16 scale = load_f16(w[b].scale + size_t(g) * 16);
 #pragma GCC unroll 12
-    for (int i = 0; i < R; i++) acc[i] += __builtin_convertvector(whole[i], f32x16) * (scale * a_scale[g * R + i]);
-    if (!MIN) continue;
-    f32x16 min = load_f16(w.min + size_t(g) * 16);
+      for (int i = 0; i < R; i++)
+        acc[i][b] += __builtin_convertvector(whole[i][b], f32x16) * (scale * a_scale[g * R + i]);
+      if (!MIN) continue;
+      f32x16 min = load_f16(w[b].min + size_t(g) * 16);
 #pragma GCC unroll 12
-    for (int i = 0; i < R; i++) acc[i] += min * rows.weighted[g * R + i];
+      for (int i = 0; i < R; i++) acc[i][b] += min * rows.weighted[g * R + i];
+    }
   }
-  for (int i = 0; i < R; i++) store(out + i * 16, acc[i]);
+  for (int i = 0; i < R; i++)
+    for (int b = 0; b < B; b++) store(out + i * stride + b * 16, acc[i][b]);
 }
 
-// The same for groups of 16 or 32.
+// The same for groups of 16 or 32, and one block.
 template <int R, int BITS>
-void any_tile_quant(const QuantRows &rows, QuantPanel w, int groups, float *out) {
+void any_tile_quant(const QuantRows &rows, const QuantPanel *panel, int groups, int stride, float *out) {
+  const QuantPanel &w = *panel;
   const uint32_t *a = rows.quads;
   const float *a_scale = rows.scale;
   const int32_t *a_sums = rows.sums;
@@ -286,38 +304,71 @@ void any_tile_quant(const QuantRows &rows, QuantPanel w, int groups, float *out)
       }
     }
   }
-  for (int i = 0; i < R; i++) store(out + i * 16, acc[i]);
+  for (int i = 0; i < R; i++) store(out + i * stride, acc[i]);
 }
 
-typedef void (*TileQuant)(const QuantRows &, QuantPanel, int, float *);
+typedef void (*TileQuant)(const QuantRows &, const QuantPanel *, int, int, float *);
 
 inline int bits_of(const Matrix &m) { return m.kind == kvasir::Q8 ? 8 : m.kind == kvasir::Q6 ? 6 : 4; }
 
+inline bool is_common(const Matrix &m) { return m.group == 32 && !(m.min && m.offset); }
+
+template <int B, int... I>
+inline TileQuant common_tile_of(const Matrix &m, int rows, std::integer_sequence<int, I...>) {
+  static const TileQuant tiles[2][3][sizeof...(I)] = {
+      {{tile_quant<I + 1, B, 8, false>...}, {tile_quant<I + 1, B, 6, false>...}, {tile_quant<I + 1, B, 4, false>...}},
+      {{tile_quant<I + 1, B, 8, true>...}, {tile_quant<I + 1, B, 6, true>...}, {tile_quant<I + 1, B, 4, true>...}}};
+  return tiles[m.min ? 1 : 0][(8 - bits_of(m)) / 2][rows - 1];
+}
+
 template <int... I>
-inline TileQuant quant_tile_of(const Matrix &m, int rows, std::integer_sequence<int, I...>) {
-  static const TileQuant tiles[3][3][sizeof...(I)] = {
-      {{tile_quant<I + 1, 8, false>...}, {tile_quant<I + 1, 6, false>...}, {tile_quant<I + 1, 4, false>...}},
-      {{tile_quant<I + 1, 8, true>...}, {tile_quant<I + 1, 6, true>...}, {tile_quant<I + 1, 4, true>...}},
-      {{any_tile_quant<I + 1, 8>...}, {any_tile_quant<I + 1, 6>...}, {any_tile_quant<I + 1, 4>...}}};
-  int how = m.group != 32 || (m.min && m.offset) ? 2 : m.min ? 1 : 0;
-  return tiles[how][(8 - bits_of(m)) / 2][rows - 1];
+inline TileQuant any_tile_of(const Matrix &m, int rows, std::integer_sequence<int, I...>) {
+  static const TileQuant tiles[3][sizeof...(I)] = {
+      {any_tile_quant<I + 1, 8>...}, {any_tile_quant<I + 1, 6>...}, {any_tile_quant<I + 1, 4>...}};
+  return tiles[(8 - bits_of(m)) / 2][rows - 1];
 }
 
-inline void narrow(i32x16 n, int8_t *out) {
-#if defined(__AVX512F__)
-  _mm_storeu_si128((__m128i *)out, _mm512_cvtepi32_epi8(bits<__m512i>(n)));
-#else
-  for (int i = 0; i < 16; i++) out[i] = int8_t(n[i]);
-#endif
+inline TileQuant quant_tile_of(const Matrix &m, int rows, int blocks) {
+  return !is_common(m)   ? any_tile_of(m, rows, std::make_integer_sequence<int, QUANT_ROWS>())
+         : blocks == 2 ? common_tile_of<2>(m, rows, std::make_integer_sequence<int, WIDE_QUANT_ROWS>())
+                       : common_tile_of<1>(m, rows, std::make_integer_sequence<int, QUANT_ROWS>());
 }
 
-inline int32_t total(i32x16 n) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_epi32(bits<__m512i>(n));
+// 32 numbers as bytes, their sums by halves, and returns the scale. With infinity or NaN among them the scale is NaN.
+inline float to_bytes(const uint16_t *values, int8_t out[32], int32_t sums[2]) {
+#if defined(__AVX512BW__)
+  __m512i size = _mm512_and_si512(_mm512_loadu_si512(values), _mm512_set1_epi16(0x7fff));  // sizes of bfloat16 are in order
+  __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(size), _mm512_extracti64x4_epi64(size, 1));
+  __m128i quarter = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  uint32_t largest = 0xffff ^ uint32_t(_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1))), 0));
+  float most = largest < 0x7f80 ? bits<float>(largest << 16) : NAN, inverse = most > 0 ? 127.f / most : 0.f;
+  __m128i bytes[2];
+  for (int i = 0; i < 2; i++) {
+    u32x16 y = bits<u32x16>(load_bf16(values + 16 * i) * inverse);
+    f32x16 away = bits<f32x16>((y & 0x80000000u) | 0x3f000000u);  // 0.5 with the sign of y
+    bytes[i] = _mm512_cvtepi32_epi8(_mm512_cvttps_epi32(bits<__m512>(bits<f32x16>(y) + away)));
+  }
+  __m256i both = _mm256_set_m128i(bytes[1], bytes[0]);
+  _mm256_storeu_si256((__m256i *)out, both);
+  int64_t parts[4];
+  _mm256_storeu_si256((__m256i *)parts, _mm256_sad_epu8(_mm256_xor_si256(both, _mm256_set1_epi8(-128)), _mm256_setzero_si256()));
+  for (int i = 0; i < 2; i++) sums[i] = int32_t(parts[2 * i] + parts[2 * i + 1]) - 16 * 128;
+  return most / 127.f;
 #else
-  int32_t s = 0;
-  for (int i = 0; i < 16; i++) s += n[i];
-  return s;
+  f32x16 v[2] = {load_bf16(values), load_bf16(values + 16)};
+  float most = largest(maximum(maximum(v[0], -v[0]), maximum(v[1], -v[1])));
+  if (any(~((v[0] - v[0] == 0.f) & (v[1] - v[1] == 0.f)))) {
+    v[0] = v[1] = f32x16{};
+    most = NAN;
+  }
+  float inverse = most > 0 ? 127.f / most : 0.f;
+  for (int i = 0; i < 2; i++) {
+    f32x16 y = v[i] * inverse;
+    i32x16 n = __builtin_convertvector(y + select(y < 0.f, splat(-0.5f), splat(0.5f)), i32x16);
+    sums[i] = 0;
+    for (int j = 0; j < 16; j++) out[16 * i + j] = int8_t(n[j]), sums[i] += n[j];
+  }
+  return most / 127.f;
 #endif
 }
 
@@ -336,23 +387,12 @@ void pack_rows_quant(const uint16_t *x, size_t stride, int32_t inputs, const Row
         if (here > 32 * g) memcpy(tail, values, 2 * size_t(here - 32 * g));
         values = tail;
       }
-      f32x16 v[2] = {load_bf16(values), load_bf16(values + 16)};
-      float most = largest(maximum(maximum(v[0], -v[0]), maximum(v[1], -v[1])));
-      if (any(~((v[0] - v[0] == 0.f) & (v[1] - v[1] == 0.f)))) {  // infinity or NaN, and so are all results
-        v[0] = v[1] = f32x16{};
-        most = NAN;
-      }
-      float inverse = most > 0 ? 127.f / most : 0.f;
-      scales[g * R + i] = most / 127.f;
-      for (int half = 0; half < 2; half++) {
-        f32x16 y = v[half] * inverse;
-        i32x16 n = __builtin_convertvector(y + select(y < 0.f, splat(-0.5f), splat(0.5f)), i32x16);
-        int8_t bytes[16];
-        narrow(n, bytes);
-        for (int j = 0; j < 4; j++) q[size_t(8 * g + 4 * half + j) * R + i] = load<uint32_t>(bytes + 4 * j);
-        sums[(2 * g + half) * R + i] = total(n);
-      }
-      int32_t both = sums[2 * g * R + i] + sums[(2 * g + 1) * R + i];
+      int8_t bytes[32];
+      int32_t halves[2];
+      scales[g * R + i] = to_bytes(values, bytes, halves);
+      for (int j = 0; j < 8; j++) q[size_t(8 * g + j) * R + i] = load<uint32_t>(bytes + 4 * j);
+      for (int half = 0; half < 2; half++) sums[(2 * g + half) * R + i] = halves[half];
+      int32_t both = halves[0] + halves[1];
       starts[g * R + i] = -rows->offset * both;
       weighted[g * R + i] = scales[g * R + i] * float(both);
     }
@@ -361,9 +401,17 @@ void pack_rows_quant(const uint16_t *x, size_t stride, int32_t inputs, const Row
 
 // ---------------------------------------------------------------- any product
 
+// The most rows of a tile over one block, and over two; 0: two are never multiplied at once.
+inline int most_rows(const Matrix &m) { return m.kind == kvasir::BF16 ? MOST_ROWS : QUANT_ROWS; }
+inline int wide_rows(const Matrix &m) {
+  int most = m.kind == kvasir::BF16 ? WIDE_ROWS : is_common(m) ? WIDE_QUANT_ROWS : 0;
+  return most > 4 ? most : 0;
+}
+
 // As few tiles as possible, of nearly equal size, so that none is padded.
 void cut_rows(const Matrix *matrix, Rows *rows) {
-  int most = matrix->kind != kvasir::BF16 ? QUANT_ROWS : rows->count <= MOST_ROWS || WIDE_ROWS <= 4 ? MOST_ROWS : WIDE_ROWS;
+  int most = most_rows(*matrix), wide = wide_rows(*matrix);
+  if (wide && rows->count > most) most = wide;
   rows->tiles = ceil_div(rows->count, most);
   rows->tile = ceil_div(rows->count, rows->tiles);
   rows->tall = rows->count - rows->tiles * (rows->tile - 1);
@@ -378,22 +426,26 @@ void one_tile(const Matrix &m, const Rows &rows, int tile, int block, Spread spr
     const uint32_t *w = (const uint32_t *)m.data + block * panel;
     if (blocks == 1 || R <= WIDE_ROWS) return tile_of(R, blocks)(a, w, {spread.near * panel, spread.far * panel}, K / 2, out);
   }
-  float one[MOST_ROWS * 16];
+  if (m.kind == kvasir::BF16) {
+    float one[MOST_ROWS * 16];
+    for (int b = 0; b < blocks; b++) {
+      one_tile(m, rows, tile, block + b % 2 * int(spread.near) + b / 2 * int(spread.far), {}, 1, one);
+      for (int i = 0; i < R; i++) memcpy(out + (i * blocks + b) * 16, one + i * 16, 64);
+    }
+    return;
+  }
+  size_t at_group = size_t(rows.begin(tile)) * (K / 32), groups = size_t(K / m.group) * 16;
+  QuantRows here{(const uint32_t *)rows.q + at_group * 8, rows.scale + at_group, rows.weighted + at_group, rows.sums + 2 * at_group,
+                 rows.starts + at_group};
+  QuantPanel panels[4];
   for (int b = 0; b < blocks; b++) {
     size_t at = size_t(block) + size_t(b % 2) * spread.near + size_t(b / 2) * spread.far;
-    if (m.kind == kvasir::BF16) {
-      one_tile(m, rows, tile, int(at), {}, 1, one);
-    } else {
-      size_t groups = size_t(K / m.group) * 16;
-      QuantPanel panel{(const uint8_t *)m.data + at * K * 2 * bits_of(m), m.scale + at * groups,
-                       m.min ? m.min + at * groups : nullptr, m.group, m.offset};
-      size_t at_group = size_t(rows.begin(tile)) * (K / 32);
-      QuantRows here{(const uint32_t *)rows.q + at_group * 8, rows.scale + at_group, rows.weighted + at_group, rows.sums + 2 * at_group,
-                     rows.starts + at_group};
-      quant_tile_of(m, R, std::make_integer_sequence<int, QUANT_ROWS>())(here, panel, K / 32, one);
-    }
-    for (int i = 0; i < R; i++) memcpy(out + (i * blocks + b) * 16, one + i * 16, 64);
+    panels[b] = {(const uint8_t *)m.data + at * K * 2 * bits_of(m), m.scale + at * groups, m.min ? m.min + at * groups : nullptr,
+                 m.group, m.offset};
   }
+  int step = blocks > 1 && R <= wide_rows(m) ? 2 : 1;
+  TileQuant multiply = quant_tile_of(m, R, step);
+  for (int b = 0; b < blocks; b += step) multiply(here, panels + b, K / 32, blocks * 16, out + b * 16);
 }
 
 inline f32x16 with_bias(const Matrix &m, int block, f32x16 y) {
@@ -436,7 +488,7 @@ void product(const Product *p, int32_t block_begin, int32_t block_end) {
   const Matrix &m = *p->matrix;
   const Rows &rows = *p->rows;
   float buffer[(MOST_ROWS > 2 * WIDE_ROWS ? MOST_ROWS : 2 * WIDE_ROWS) * 2 * 16];
-  bool wide = rows.tiles > 1 && rows.tile <= WIDE_ROWS && m.kind == kvasir::BF16;
+  bool wide = rows.tiles > 1 && rows.tile <= wide_rows(m);
   int apart = p->gated ? m.outputs / 32 : 1, each = p->gated ? 2 : 1;  // blocks for 16 outputs
   Spread spread{size_t(apart), p->gated ? size_t(1) : size_t(2)};
   for (int block = block_begin; block < block_end;) {

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvasir import kernels
 from kvasir.layers.adapters import LinearSlots
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.layers.mesh import Role
@@ -40,6 +41,13 @@ class Linear(WeightLayer):
         if self.slots is not None and adapts:
             y = self.slots.apply_to(x, y)
         return self.mesh.all_reduce(y) if self.role is Role.ROW else y
+
+    def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """Compute the activation of `forward`, of a layer whose outputs are not summed over ranks."""
+        assert self.role is not Role.ROW, "the sum comes before the activation"
+        if self.slots is not None and not self.slots.step.is_plain:
+            return kernels.ACTIVATIONS[activation](self.forward(x))
+        return self.method.apply_activated(self, x, activation)
 
     @property
     def fuses_one_row(self) -> bool:

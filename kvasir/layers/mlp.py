@@ -91,7 +91,7 @@ class MLP(FeedForward):
         self.activation = spec.activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(kernels.ACTIVATIONS[self.activation](self.up(x)))
+        y: torch.Tensor = self.down(self.up.activated(x, self.activation))
         return y
 
     def leave_parts(self) -> None:

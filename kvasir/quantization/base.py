@@ -88,6 +88,9 @@ class LinearMethod(Protocol):
     def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         """x [rows, own inputs] -> [rows, own outputs], bias added."""
 
+    def apply_activated(self, layer: LinearLayer, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """Return the activation of what `apply` returns."""
+
     def apply_parts(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         """Return the result of `apply` for a layer without bias, or [parts, rows, own outputs] that
         kernels.add_rms_norm still sums."""
@@ -128,6 +131,9 @@ class UnquantizedLinear:
 
     def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         return kernels.linear(x, layer.weight, layer.bias)
+
+    def apply_activated(self, layer: LinearLayer, x: torch.Tensor, activation: str) -> torch.Tensor:
+        return kernels.ACTIVATIONS[activation](self.apply(layer, x))
 
     def apply_parts(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         return kernels.linear_parts(x, layer.weight)

@@ -112,6 +112,9 @@ class CodedLinear:
             [part if isinstance(part, torch.Tensor) else part.expand(layer.weight.dtype) for part in parts]
         )
 
+    def apply_activated(self, layer: LinearLayer, x: torch.Tensor, activation: str) -> torch.Tensor:
+        return kernels.ACTIVATIONS[activation](self.apply(layer, x))
+
     def apply_parts(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         first, *others = layer.__dict__["coded"]
         if others:

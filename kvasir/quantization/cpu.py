@@ -88,6 +88,9 @@ class CpuLinear:
     def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         return matrix_of(layer).linear(x)
 
+    def apply_activated(self, layer: LinearLayer, x: torch.Tensor, activation: str) -> torch.Tensor:
+        return matrix_of(layer).linear(x, activation)
+
     def apply_parts(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         return self.apply(layer, x)
 

@@ -88,6 +88,15 @@ def test_gated_linear(half: int, name: str, activation: str) -> None:
         close(matrix.gated_linear(x, activation), wanted)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("activation", library.ACTIVATIONS)
+def test_activated_linear(name: str, activation: str) -> None:
+    matrix = packed.pack(randn(75, 64) / 4, FORMATS[name], randn(75))
+    for rows in ROWS:
+        x = randn(rows, 64)
+        close(matrix.linear(x, activation), reference.ACTIVATIONS[activation](matrix.linear(x)))
+
+
 def test_quantized_weights_are_near() -> None:
     weight = randn(64, 320)
     for form, most in ((INT8, 0.007), (INT6, 0.026), (INT4, 0.11)):

@@ -89,7 +89,7 @@ void test_products() {
       std::vector<uint16_t> weights = packed.rows();
       for (int rows : {1, 3, 16, 29, 40}) {
         std::vector<uint16_t> x = random_numbers(size_t(rows * inputs), 2), out(size_t(rows * outputs));
-        kv_linear(&packed.m, x.data(), inputs, rows, out.data());
+        kv_linear(&packed.m, x.data(), inputs, rows, -1, out.data());
         double error = 0, size = 0;
         for (int i = 0; i < rows; i++)
           for (int n = 0; n < outputs; n++) {
@@ -131,7 +131,7 @@ void test_file_types() {
              type.has_min ? min.data() : nullptr, nullptr};
     check(kv_pack_gguf(&m, source.data(), type.number, int64_t(row), 0, outputs) == 1, "a file's type is known");
     std::vector<uint16_t> x = random_numbers(3 * inputs, 12), out(3 * outputs), one(inputs);
-    kv_linear(&m, x.data(), inputs, 3, out.data());
+    kv_linear(&m, x.data(), inputs, 3, -1, out.data());
     int64_t last = outputs - 1;
     kv_expand_rows(&m, &last, 1, one.data());
     double wanted = 0, size = 1e-6;

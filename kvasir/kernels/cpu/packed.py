@@ -237,8 +237,8 @@ class PackedMatrix:
             raise IndexError(f"rows {numbers.min()} to {numbers.max()} of a matrix of {self.layout.outputs}")
         return self.arrangement.restore(out)
 
-    def linear(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, inputs] bfloat16 -> [rows, outputs], bias added."""
+    def linear(self, x: torch.Tensor, activation: str | None = None) -> torch.Tensor:
+        """x [rows, inputs] bfloat16 -> [rows, outputs], with the bias and then the activation."""
         x = _dense(x)
         self._check_width(x)
         out = torch.empty(len(x), self.layout.outputs, dtype=torch.bfloat16)
@@ -247,6 +247,7 @@ class PackedMatrix:
             ctypes.c_void_p(x.data_ptr()),
             ctypes.c_int64(x.stride(0)),
             len(x),
+            -1 if activation is None else ACTIVATIONS[activation],
             ctypes.c_void_p(out.data_ptr()),
         )
         return out
