@@ -75,6 +75,15 @@ inline void dot(f32x16 &acc, uint32_t a, const Pairs &w) {
 }
 #endif
 
+// Zeros, in registers: for an initializer the compiler would fill memory and read it.
+template <int R, int B, typename T>
+inline void clear(T (&sums)[R][B]) {
+#pragma GCC unroll 28
+  for (int i = 0; i < R; i++)
+#pragma GCC unroll 4
+    for (int b = 0; b < B; b++) sums[i][b] = T{};
+}
+
 // Where the blocks of a tile lie: block b is at (b % 2) * near + (b / 2) * far.
 struct Spread {
   size_t near, far;
@@ -84,7 +93,8 @@ struct Spread {
 // their order whatever R and B, so that a row's result does not depend on how many rows are multiplied with it.
 template <int R, int B, int STEP, int ROW>
 void tile_bf16(const uint32_t *a, const uint32_t *w, Spread spread, int pairs, float *out) {
-  Sums acc[R][B] = {};
+  Sums acc[R][B];
+  clear(acc);
   for (int p = 0; p < pairs; p++) {
     Pairs panel[B];
 #pragma GCC unroll 4
@@ -211,7 +221,8 @@ template <int R, int B, int BITS, bool MIN>
 void tile_quant(const QuantRows &rows, const QuantPanel *w, int groups, int stride, float *out) {
   const uint32_t *a = rows.quads;
   const float *a_scale = rows.scale;
-  f32x16 acc[R][B] = {};
+  f32x16 acc[R][B];
+  clear(acc);
   for (int g = 0; g < groups; g++) {
     const uint8_t *data[B];
 #pragma GCC unroll 2
@@ -266,7 +277,8 @@ void any_tile_quant(const QuantRows &rows, const QuantPanel *panel, int groups, 
   const uint32_t *a = rows.quads;
   const float *a_scale = rows.scale;
   const int32_t *a_sums = rows.sums;
-  f32x16 acc[R] = {};
+  f32x16 acc[R][1];
+  clear(acc);
   const int subs = 32 / w.group;
   for (int g = 0; g < groups; g++) {
     const uint8_t *data = w.data + size_t(g) * (BITS * 64);
@@ -293,18 +305,18 @@ void any_tile_quant(const QuantRows &rows, const QuantPanel *panel, int groups, 
         f32x16 scale = load_f16(w.scale + at);
 #pragma GCC unroll 12
         for (int i = 0; i < R; i++)
-          acc[i] += __builtin_convertvector(whole[i], f32x16) * (scale * a_scale[g * R + i]);
+          acc[i][0] += __builtin_convertvector(whole[i], f32x16) * (scale * a_scale[g * R + i]);
         if (w.min) {
           f32x16 min = load_f16(w.min + at);
           for (int i = 0; i < R; i++) {
             int32_t total = a_sums[(2 * g + sub) * R + i] + (subs == 1 ? a_sums[2 * g * R + i] : 0);
-            acc[i] += min * (a_scale[g * R + i] * float(total));
+            acc[i][0] += min * (a_scale[g * R + i] * float(total));
           }
         }
       }
     }
   }
-  for (int i = 0; i < R; i++) store(out + i * stride, acc[i]);
+  for (int i = 0; i < R; i++) store(out + i * stride, acc[i][0]);
 }
 
 typedef void (*TileQuant)(const QuantRows &, const QuantPanel *, int, int, float *);

@@ -158,7 +158,7 @@ void test_rows() {
   }
   Packed up(BF16, 2 * inner, inputs, random_numbers(2 * inner * inputs, 14));
   std::vector<uint16_t> halves(rows * 2 * inner), apart(rows * inner), fused(rows * inner);
-  kv_linear(&up.m, x.data(), inputs, rows, halves.data());
+  kv_linear(&up.m, x.data(), inputs, rows, -1, halves.data());
   kv_gated(halves.data(), rows, inner, SILU, apart.data());
   kv_gated_linear(&up.m, x.data(), inputs, rows, SILU, fused.data());
   double error = 0, size = 0;
@@ -186,7 +186,7 @@ void test_experts() {
     for (int e : {0, 2}) {
       made[e].resize(x.size());
       kv_gated_linear(&ups[e], x.data(), hidden, tokens, SILU, between.data());
-      kv_linear(&downs[e], between.data(), inner, tokens, made[e].data());
+      kv_linear(&downs[e], between.data(), inner, tokens, -1, made[e].data());
     }
     check(kv_experts(ups, downs, 2, &routes, x.data(), SILU, out.data()) == 0, "an expert that is not there is noticed");
     check(kv_experts(ups, downs, 3, &routes, x.data(), SILU, out.data()) == 1, "all are there");
