@@ -67,7 +67,7 @@ class EngineArgs:
             value = given.pop(name) if name in given else known.default
             setattr(self, name, from_python(name, known, value))
         for name, value in given.items():
-            if not asks_for_nothing(name, value):
+            if not asks_for_nothing(name, value, given):
                 raise ConfigError(unknown_setting(name, all_settings()))
         self.create_engine_config()  # checks all values now
 
@@ -260,9 +260,10 @@ class _ConfigFile(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         actions = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
-        for key, value in read_config_file(values).items():
+        entries = read_config_file(values)
+        for key, value in entries.items():
             action = actions.get(key.replace("-", "_"))
-            if action is None and asks_for_nothing(key, value):
+            if action is None and asks_for_nothing(key, value, entries):
                 continue
             if action is None or action is self:
                 raise ConfigError(f"{values}: {unknown_setting(key, map(flag, actions))}")

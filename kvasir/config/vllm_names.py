@@ -152,11 +152,14 @@ _SERVER_FLAGS = """
 SERVER_NAMES = frozenset(_SERVER_FLAGS.split())
 
 
-def asks_for_nothing(name: str, value: Any) -> bool:
-    """Whether a setting that Kvasir does not have is given with vLLM's default, so that nothing is lost."""
+def asks_for_nothing(name: str, value: Any, beside: Iterable[str] = ()) -> bool:
+    """Whether a setting that Kvasir does not have is given with vLLM's default, so that nothing is lost. `beside`: what
+    settings are given with it."""
     name = name.replace("-", "_")
     if name == "disable_log_stats" and value is True:
         return True  # only a server logs statistics
+    if name == "disable_log_requests" and value is True:
+        return "enable_log_requests" not in {each.replace("-", "_") for each in beside}
     if name not in VLLM_NAMES and name not in REMOVED and name not in SERVER_NAMES:
         return False
     if value is None:

@@ -195,6 +195,9 @@ def server_settings() -> dict[str, SettingField]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add flags for the server's settings and the engine's."""
     group = parser.add_argument_group("server")
+    # An older flag of vLLM. It stands before its successor, which a --config file means by enable_log_requests.
+    hidden: Any = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    group.add_argument("--disable-log-requests", dest="enable_log_requests", action="store_false", **hidden)
     for name, known in server_settings().items():
         group.add_argument(*known.setting.short, flag(name), **_options(name, known))
     EngineArgs.add_cli_args(parser)

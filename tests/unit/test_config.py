@@ -552,6 +552,7 @@ def test_hf_token_needs_no_value() -> None:
     [
         {"disable_log_stats": True},
         {"disable_log_stats": False},
+        {"disable_log_requests": True},
         {"served_model_name": None},
         {"enable_log_requests": False},
         {"trust_remote_code": False},
@@ -589,7 +590,6 @@ def test_vllms_own_defaults_ask_for_nothing(given: dict[str, Any], tmp_path: Pat
         ("max_seq_len_to_capture", 8192, "^max_seq_len_to_capture was vLLM's; leave it out"),
         ("disable_async_output_proc", True, "^disable_async_output_proc was vLLM's; leave it out"),
         ("override_pooler_config", {"normalize": True}, "^override_pooler_config was vLLM's; use pooler_config.$"),
-        ("disable_log_requests", True, "^disable_log_requests was vLLM's; leave it out"),
     ],
 )
 def test_what_vllms_keywords_ask_for_is_refused_by_name(name: str, value: Any, message: str) -> None:

@@ -91,6 +91,18 @@ def test_the_config_file_has_server_settings_too(tmp_path: Path) -> None:
     assert config.max_request_bytes == 1000
 
 
+def test_requests_are_not_logged_where_older_flags_say_so(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("enable-log-requests: true\n")
+    assert parse("--config", str(file)).enable_log_requests
+    assert not parse("--config", str(file), "--disable-log-requests").enable_log_requests
+    file.write_text("disable-log-requests: true\n")
+    assert not parse("--config", str(file)).enable_log_requests
+    file.write_text("disable-log-requests: true\nenable_log_requests: true\n")
+    with pytest.raises(ConfigError, match="disable-log-requests was vLLM's; leave it out"):
+        parse("--config", str(file))
+
+
 def test_wrong_settings() -> None:
     for wrong, said in (
         ({"port": -1}, "too small"),
