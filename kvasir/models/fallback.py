@@ -27,6 +27,8 @@ from kvasir.models.checkpoint import is_finite
 NAME = "kvasir"  # of our function among transformers' attention implementations
 # Arguments of attention functions for features that our attention does not have.
 _EXTRAS = ("position_bias", "head_mask", "alibi")
+# What some decoders return besides their states, and heads pass on: here always None.
+_RETURNED_BESIDES = ("router_logits", "cross_attentions", "shared_kv_states")
 
 
 @dataclass(slots=True)
@@ -160,7 +162,8 @@ class GivenStates(nn.Module):
 
         class Output(BaseModelOutputWithPast):  # type: ignore[misc]
             def __getattr__(self, name: str) -> None:
-                """What some decoders return besides: the scores of routers, weights of attention."""
+                if name not in _RETURNED_BESIDES:
+                    raise AttributeError(f"a decoder's output has no {name}", name=name, obj=self)
 
         return Output(last_hidden_state=self.hidden)
 

@@ -80,6 +80,16 @@ def test_experts_run_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         check_logprobs(model, generate(llm, model.prompts[:3], SHORT))
 
 
+def test_heads_get_no_more_than_decoders_return() -> None:
+    given = fallback.GivenStates()
+    given.hidden = torch.zeros(1, 2, 4)
+    output = given()
+    assert output.last_hidden_state is given.hidden and output[0] is given.hidden
+    assert output.past_key_values is None and output.router_logits is None
+    with pytest.raises(AttributeError, match="a decoder's output has no router_logit$"):
+        output.router_logit  # noqa: B018
+
+
 # windows, soft caps, scaled logits
 @pytest.mark.parametrize("name", few(["qwen3", "mistral_window", "gemma2", "cohere"], fast=["gemma2"]))
 def test_on_request_others_do_as_well(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
