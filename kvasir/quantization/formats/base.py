@@ -23,11 +23,22 @@ Config = Mapping[str, Any]
 
 
 class Scheme(ABC):
-    """How one matrix is stored."""
+    """How one matrix is stored. A subclass may have plain attributes in place of these properties."""
 
-    needs: tuple[str, ...]  # names of its tensors within the module
-    may_have: tuple[str, ...] = ()  # tensors that are read if they are there
-    unused: tuple[str, ...] = ()  # tensors that are not needed, such as scales of activations
+    @property
+    @abstractmethod
+    def needs(self) -> tuple[str, ...]:
+        """Names of its tensors within the module."""
+
+    @property
+    def may_have(self) -> tuple[str, ...]:
+        """Tensors that are read if they are there."""
+        return ()
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Tensors that are not needed, such as scales of activations."""
+        return ()
 
     @abstractmethod
     def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class FourBitBlocks(Scheme):
         return f"weight.quant_state.bitsandbytes__{self.kind}"
 
     @property
-    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+    def needs(self) -> tuple[str, ...]:
         return ("weight", "weight.absmax", "weight.quant_map", self.state)
 
     may_have = ("weight.nested_absmax", "weight.nested_quant_map")

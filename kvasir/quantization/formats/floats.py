@@ -68,7 +68,7 @@ class FloatScheme(Scheme):
     unused = ("input_scale", "input_scale_ub", "input_zero_point", "output_scale", "activation_scale")
 
     @property
-    def may_have(self) -> tuple[str, ...]:  # type: ignore[override]
+    def may_have(self) -> tuple[str, ...]:
         return self.scale_names
 
     def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ class NVFP4Scheme(Scheme):
     unused = ("input_scale", "input_global_scale")
 
     @property
-    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+    def needs(self) -> tuple[str, ...]:
         return (self.weight, "weight_scale", self.factor)
 
     def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
@@ -154,7 +154,7 @@ class MXFP4Scheme(Scheme):
     unused = ("input_scale", "input_global_scale")
 
     @property
-    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+    def needs(self) -> tuple[str, ...]:
         return (self.weight, "weight_scale")
 
     def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:

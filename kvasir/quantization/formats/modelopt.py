@@ -60,15 +60,15 @@ class Smoothed(Scheme):
     inner: Scheme
 
     @property
-    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+    def needs(self) -> tuple[str, ...]:
         return self.inner.needs
 
     @property
-    def may_have(self) -> tuple[str, ...]:  # type: ignore[override]
+    def may_have(self) -> tuple[str, ...]:
         return (*self.inner.may_have, "pre_quant_scale")
 
     @property
-    def unused(self) -> tuple[str, ...]:  # type: ignore[override]
+    def unused(self) -> tuple[str, ...]:
         return self.inner.unused
 
     def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
