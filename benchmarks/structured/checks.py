@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, given, settings
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from kvasir import LLM, SamplingParams, StructuredOutputsParams
-from kvasir.engine.grammar_guide import compile_grammar
+from kvasir.engine.grammar_compile import compile_grammar
 from kvasir.errors import RequestError
 from kvasir.frontend.text.grammar import build_grammar
 from tests.grammars import EOS, schemas, small_tokenizer, small_vocabulary, token_id

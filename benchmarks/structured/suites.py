@@ -22,7 +22,7 @@ from typing import Any
 
 from kvasir.config.args import EngineArgs
 from kvasir.config.resolve import resolve
-from kvasir.engine.grammar_guide import compile_grammar
+from kvasir.engine.grammar_compile import compile_grammar
 from kvasir.errors import RequestError
 from kvasir.frontend.requests.structured import grammar_tokenizer
 from kvasir.frontend.text.grammar import JsonStyle, build_grammar

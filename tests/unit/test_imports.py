@@ -54,7 +54,7 @@ ORDER = {
     "frontend": Line(
         (
             *("host", "engine.transport", "engine.stats", "platforms.limits", "sampling.startup_processors"),
-            *("engine.grammar_guide", "engine.guides", "quantization.gguf_file"),
+            *("engine.grammar_compile", "engine.grammar_guide", "engine.guides", "quantization.gguf_file"),
         )
     ),
     "engine": Line(("executor", "host", "sampling.startup_processors")),

@@ -17,12 +17,8 @@ from typing import Any
 from llguidance import LLTokenizer
 
 from kvasir.config.engine import EngineConfig, ModelConfig
-from kvasir.engine.grammar_guide import (
-    GRAMMAR_GUIDE,
-    CompiledGrammars,
-    GrammarGuides,
-    guide_argument,
-)
+from kvasir.engine.grammar_compile import CompiledGrammars
+from kvasir.engine.grammar_guide import GRAMMAR_GUIDE, GrammarGuides, guide_argument
 from kvasir.errors import ModelError, RequestError, excerpt
 from kvasir.frontend.text.grammar import PARAMETER, Grammar, JsonStyle, Markers, build_grammar, from_triggers
 from kvasir.frontend.text.tokenizer import Tokenizer

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from kvasir.engine import grammar_guide
 from kvasir.engine.core import EngineCore
-from kvasir.engine.grammar_guide import GRAMMAR_GUIDE, CompiledGrammars, GrammarGuides, guide_argument
+from kvasir.engine.grammar_compile import CompiledGrammars
+from kvasir.engine.grammar_guide import GRAMMAR_GUIDE, GrammarGuides, guide_argument
 from kvasir.errors import RequestError
 from kvasir.executor.fake import EchoExecutor, echo_next
 from kvasir.frontend.text.grammar import JsonStyle, build_grammar

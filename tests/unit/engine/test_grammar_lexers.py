@@ -10,7 +10,8 @@ import pytest
 from llguidance import LLMatcher
 
 from kvasir.engine import grammar_guide, grammar_lexers
-from kvasir.engine.grammar_guide import GrammarGuide, compile_again, guide_argument
+from kvasir.engine.grammar_compile import compile_again
+from kvasir.engine.grammar_guide import GrammarGuide, guide_argument
 from kvasir.engine.grammar_lexers import GrammarLexers
 from kvasir.frontend.text.grammar import build_grammar
 from kvasir.sampling_params import StructuredOutputsParams

@@ -15,7 +15,8 @@ from llguidance.gbnf_to_lark import is_lark_syntax
 from pydantic import BaseModel
 
 from kvasir.config.engine import ModelConfig
-from kvasir.engine.grammar_guide import CompiledGrammars, GrammarGuide, compile_grammar, parser_limits
+from kvasir.engine.grammar_compile import CompiledGrammars, compile_grammar, parser_limits
+from kvasir.engine.grammar_guide import GrammarGuide
 from kvasir.engine.grammar_lexers import GrammarLexers
 from kvasir.errors import RequestError
 from kvasir.executor.fake import fake_config
