@@ -86,7 +86,8 @@ def _layer_norm_kernel(
         if KEEP:
             tl.store(residual_ptr + row * WIDTH + i, x, mask=inside)
         x = x.to(tl.float32)
-    x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
+    # A GPU's usual division is not exact: equal numbers would differ from their mean, and the norm would show it.
+    x = tl.where(inside, x - tl.div_rn(tl.sum(x, 0), WIDTH * 1.0), 0.0)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * gain + bias
     tl.store(y_ptr + row * WIDTH + i, y.to(y_ptr.dtype.element_ty), mask=inside)
 
