@@ -20,7 +20,7 @@ from typing import Any, Self, TypeAlias, cast
 
 from kvasir.config.args import EngineArgs
 from kvasir.entrypoints import MissingVllmMethods
-from kvasir.entrypoints.interrupts import delay_interrupts
+from kvasir.entrypoints.interrupts import delay_full_collections, delay_interrupts
 from kvasir.entrypoints.llm_engine import LLMEngine
 from kvasir.errors import EngineError, OverloadedError, RequestError
 from kvasir.frontend.requests.input import default_sampling_params
@@ -93,6 +93,7 @@ class LLM(MissingVllmMethods):
         with self._lock:
             return self._generate(batch, params, terms, use_tqdm)
 
+    @delay_full_collections()
     def _generate(
         self, batch: list[PromptType], params: list[SamplingParams], terms: list[dict[str, Any]], use_tqdm: ProgressBar
     ) -> list[RequestOutput]:
@@ -411,6 +412,7 @@ class LLM(MissingVllmMethods):
         except RequestError as error:
             raise type(error)(f"{where}{error}", error.parameter) from error
 
+    @delay_full_collections()
     def _run(
         self, ids: list[str], use_tqdm: ProgressBar, title: str = "Generating", feed: Iterator[None] | None = None
     ) -> list[RequestOutput]:

@@ -263,7 +263,7 @@ class _Digest:
     def __init__(self, config: Mapping[str, Any], task: int) -> None:
         self._found = sha256(json.dumps(config, sort_keys=True).encode() + b"\0%d\0" % task)
 
-    def add(self, content: bytes) -> None:
+    def add(self, content: bytes | bytearray) -> None:
         self._found.update(content)
 
     @property
