@@ -165,6 +165,18 @@ def test_no_setting_changes_the_text(qwen: Model, settings: dict[str, Any]) -> N
         assert tokens(generate(llm, prompts, GREEDY)) == [qwen.greedy(p) for p in prompts]
 
 
+def test_no_full_collection_of_garbage_halts_a_batch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, step, before = set(), llm.llm_engine.step, gc.get_threshold()
+
+    def watched() -> Any:
+        seen.add(gc.get_threshold()[2])
+        return step()
+
+    monkeypatch.setattr(llm.llm_engine, "step", watched)
+    llm.generate({"prompt_token_ids": [3, 4]}, GREEDY, use_tqdm=False)
+    assert min(seen) > 1 << 20 and gc.get_threshold() == before
+
+
 def test_seeded_output_is_the_same_alone_and_in_a_batch_of_64(qwen: Model) -> None:
     params = [
         SamplingParams(
