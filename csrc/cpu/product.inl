@@ -89,27 +89,34 @@ struct Spread {
   size_t near, far;
 };
 
-// R rows times B blocks: out[R][B][16]. Pair p of row i is a[p * STEP + i * ROW]. A number is one sum over the inputs in
-// their order whatever R and B, so that a row's result does not depend on how many rows are multiplied with it.
+// R rows times B blocks: out[R][B][16]. Pair p of row i is a[p * STEP + i * ROW]; `pairs` is a multiple of 8. A number is
+// one sum over the inputs in their order whatever R and B, so that a row's result does not depend on how many rows are
+// multiplied with it. Where sums are few, the CPU waits for additions, unless the loop has so few other instructions that
+// it looks ahead as far as the next block.
 template <int R, int B, int STEP, int ROW>
 void tile_bf16(const uint32_t *a, const uint32_t *w, Spread spread, int pairs, float *out) {
+  constexpr int AT_ONCE = R * B <= 4 ? 8 : 1;
   Sums acc[R][B];
   clear(acc);
-  for (int p = 0; p < pairs; p++) {
-    Pairs panel[B];
+  int p = 0;
+  do {
+#pragma GCC unroll 8
+    for (int end = p + AT_ONCE; p < end; p++) {
+      Pairs panel[B];
 #pragma GCC unroll 4
-    for (int b = 0; b < B; b++) {
-      const uint32_t *from = w + b % 2 * spread.near + b / 2 * spread.far + size_t(p) * 16;
-      panel[b] = load_pairs(from);
-      if (R > 1) __builtin_prefetch(from + 512);  // the CPU prefetches for a single row by itself
-    }
+      for (int b = 0; b < B; b++) {
+        const uint32_t *from = w + b % 2 * spread.near + b / 2 * spread.far + size_t(p) * 16;
+        panel[b] = load_pairs(from);
+        if (R > 1) __builtin_prefetch(from + 512);  // the CPU prefetches for a single row by itself
+      }
 #pragma GCC unroll 28
-    for (int i = 0; i < R; i++) {
-      uint32_t pair = a[p * STEP + i * ROW];
+      for (int i = 0; i < R; i++) {
+        uint32_t pair = a[p * STEP + i * ROW];
 #pragma GCC unroll 4
-      for (int b = 0; b < B; b++) dot(acc[i][b], pair, panel[b]);
+        for (int b = 0; b < B; b++) dot(acc[i][b], pair, panel[b]);
+      }
     }
-  }
+  } while (p < pairs);
   for (int i = 0; i < R; i++)
     for (int b = 0; b < B; b++) store_sums(out + (i * B + b) * 16, acc[i][b]);
 }
