@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -53,6 +54,15 @@ def test_an_old_compiler_leaves_out_what_it_does_not_know(
     assert "isa_amx.cpp" not in [file.name for file in files] and "-DKVASIR_ISA_AMX" not in flags
     assert "isa_portable.cpp" in [file.name for file in files]
     assert "does not know the instructions of isa_amx.cpp: it is left out" in capsys.readouterr().err
+
+
+def test_what_the_benchmark_of_equal_bits_changes_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "cpu"))
+    equal_bits = import_module("equal_bits")
+    for name, changes in equal_bits.LIBRARIES.items():
+        equal_bits.changed_sources(changes, tmp_path / name)
+    with pytest.raises(SystemExit, match="csrc/cpu/kernels.h has changed: this script looks for 'nothing'"):
+        equal_bits.changed_sources([("kernels.h", "nothing", "")], tmp_path / "none")
 
 
 @pytest.mark.slow
