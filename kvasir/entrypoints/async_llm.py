@@ -13,7 +13,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Self, cast
 
 from kvasir.config.args import EngineArgs
@@ -34,7 +33,7 @@ from kvasir.frontend.text.tokenizer_files import tokenizer_of
 from kvasir.log import get_logger
 from kvasir.lora.host import Adapter, AdapterCatalog, LoRARequest
 from kvasir.messages import EngineOutput, FinishReason, Terms
-from kvasir.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+from kvasir.outputs import PoolingRequestOutput, RequestOutput
 from kvasir.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 logger = get_logger(__name__)
@@ -479,20 +478,15 @@ class Stream:
 
 
 def merge(older: RequestOutput, newer: RequestOutput) -> RequestOutput:
-    """Merge two deltas of one request."""
+    """Merge a delta into the next one of its request."""
     completions = {each.index: each for each in older.outputs}
     for each in newer.outputs:
-        before = completions.get(each.index)
-        completions[each.index] = each if before is None else _merge_completions(before, each)
-    return replace(
-        newer,
-        prompt_logprobs=older.prompt_logprobs if newer.prompt_logprobs is None else newer.prompt_logprobs,
-        outputs=[completions[index] for index in sorted(completions)],
-    )
-
-
-def _merge_completions(older: CompletionOutput, newer: CompletionOutput) -> CompletionOutput:
-    logprobs = newer.logprobs
-    if older.logprobs is not None and logprobs is not None:
-        logprobs = older.logprobs + logprobs  # type: ignore[operator]
-    return replace(newer, text=older.text + newer.text, token_ids=older.token_ids + newer.token_ids, logprobs=logprobs)
+        if (before := completions.get(each.index)) is not None:
+            each.text, each.token_ids = before.text + each.text, before.token_ids + each.token_ids
+            if before.logprobs is not None and each.logprobs is not None:
+                each.logprobs = before.logprobs + each.logprobs  # type: ignore[operator]
+        completions[each.index] = each
+    newer.outputs = [completions[index] for index in sorted(completions)]
+    if newer.prompt_logprobs is None:
+        newer.prompt_logprobs = older.prompt_logprobs
+    return newer

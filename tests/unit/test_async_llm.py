@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import pytest
 
 from kvasir import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs
 from kvasir.config.engine import all_settings
+from kvasir.entrypoints.async_llm import merge
 from kvasir.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
 from kvasir.executor.fake import fake_config
-from kvasir.outputs import RequestOutput
+from kvasir.outputs import CompletionOutput, Logprob, RequestOutput
 from kvasir.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from tests.builders import VOCAB, expected
 from tests.conftest import ROOT
@@ -138,6 +139,22 @@ def test_a_slow_reader_gets_all_it_missed_at_once() -> None:
 
     with engine(slow(0.002)) as llm:
         run(work(llm))
+
+
+def test_merged_deltas_leave_nothing_out() -> None:
+    said: dict[int, tuple[str, list[int], list[dict[int, Logprob]], str | None]] = {}
+    first = [{7: Logprob(-1.0)}, None]
+    deltas = [
+        RequestOutput("r", None, [1], first, [CompletionOutput(1, "a", [1], None, [{1: Logprob(-0.1)}])], False),
+        RequestOutput("r", None, [1], None, [CompletionOutput(0, "b", [2], None, [{2: Logprob(-0.2)}])], False),
+        RequestOutput("r", None, [1], None, [CompletionOutput(1, "c", [3], None, [{3: Logprob(-0.3)}], "stop")], True),
+    ]
+    merged = reduce(merge, deltas)
+    for each in merged.outputs:
+        said[each.index] = each.text, each.token_ids, list(each.logprobs or []), each.finish_reason
+    assert list(said) == [0, 1] and merged.finished and merged.prompt_logprobs is first
+    assert said[0] == ("b", [2], [{2: Logprob(-0.2)}], None)
+    assert said[1] == ("ac", [1, 3], [{1: Logprob(-0.1)}, {3: Logprob(-0.3)}], "stop")
 
 
 def test_branches(llm: AsyncLLM) -> None:
