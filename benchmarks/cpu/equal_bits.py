@@ -133,12 +133,16 @@ class Process:
         )
         assert self.process.stdout is not None and self.process.stdin is not None
         self.answers, self.questions = self.process.stdout, self.process.stdin
-        if self.answers.readline() != "ready\n":
-            raise SystemExit("a process did not start")
+        self.answer()
+
+    def answer(self) -> str:
+        if not (line := self.answers.readline()):
+            raise SystemExit(f"a process ended with {self.process.wait()}")
+        return line
 
     def ask(self, *question: int) -> list[float]:
         print(json.dumps(question), file=self.questions, flush=True)
-        found: list[float] = json.loads(self.answers.readline())
+        found: list[float] = json.loads(self.answer())
         return found
 
     def close(self) -> None:
