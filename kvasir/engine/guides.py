@@ -17,6 +17,7 @@ so steps do not wait for it. It may have another guide inside, such as a grammar
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class TokenGuide:
         return None
 
 
-class GuideKind:
+class GuideKind(ABC):
     """Makes guides of one kind, and asks many of them at once.
 
     In each step, the guides of rows that have new tokens `accept` them and get `ready`; then the guides of the next
@@ -74,8 +75,9 @@ class GuideKind:
         request."""
         return None
 
+    @abstractmethod
     def make(self, argument: Any) -> TokenGuide:
-        raise NotImplementedError
+        """Make the guide of a request."""
 
     def accept(self, guides: Sequence[Any], tokens: Sequence[list[int]]) -> None:
         """Show each guide its new tokens. A guide that fails gets an error, and the others go on."""
@@ -88,6 +90,7 @@ class GuideKind:
     def ready(self, guides: Sequence[Any]) -> None:
         """Work out what may come next for guides that hold, if that is done better for all of them at once, and before
         they are asked to jump."""
+        return None
 
     def answers(self, guides: Sequence[Any]) -> tuple[Int32Array, NDArray[np.intp]] | list[Answer]:
         """Return what may come next for each guide. If all are masks: these in any order, and which is each guide's."""
@@ -95,6 +98,7 @@ class GuideKind:
 
     def used_up(self) -> None:
         """The answers have been used. Their memory may hold others."""
+        return None
 
 
 @dataclass(slots=True)
