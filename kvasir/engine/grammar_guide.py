@@ -110,6 +110,7 @@ class GrammarGuides(GuideKind):
         try:
             taken = self._executor.consume_token_par([(guide.matcher, token) for guide, token in pairs])
         except Exception:  # they are checked before the first takes its token in
+            logger.exception("Tokens could not be taken in together and will be taken in one by one")
             return False
         for (guide, token), is_taken in zip(pairs, taken, strict=True):
             if not is_taken or guide.shares_lexer or guide.matcher.is_stopped():
